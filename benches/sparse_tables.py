@@ -2,11 +2,11 @@
 """Step times of the preset dlrm by the rows of its tables, with dense and with sparse updates.
 
     benches/sparse_tables.py [--program target/release/hpctrain] [--pairs 5] [--ranks 2] [--steps 150] [--rows 10000,1000000]
-        [--set parallel.tables=row-wise]
+        [--servers 1] [--set parallel.tables=row-wise]
 
 Imports a made-up table of clicks with 26 categories, whose ids are hashed to each number of rows divided by 26, and trains on it; the
-runs take turns. Prints for each number of rows and `optimizer.tables` the median step, and the median of the ratios to the fewest rows.
-The first 30 steps do not count.
+runs take turns. With `--servers`, that many parameter servers hold the parameters, and `--ranks` are workers. Prints for each number
+of rows and `optimizer.tables` the median step, and the median of the ratios to the fewest rows. The first 30 steps do not count.
 """
 
 import argparse
@@ -59,7 +59,9 @@ def train(arguments, data, rows, updates):
             f"run.steps={arguments.steps}", f"run.root={root}", "run.name=x", "eval.every=0", "eval.samples=16",
             "checkpoint.every=100000", f"data.path={data}", layers(rows), f"optimizer.tables={updates}", *arguments.set,
         ]
-        command = ["mpirun", "-np", str(arguments.ranks), arguments.program, "train", "--preset", "dlrm"]
+        processes = arguments.ranks + arguments.servers
+        command = ["mpirun", "-np", str(processes), arguments.program, "train", "--preset", "dlrm"]
+        command += ["--servers", str(arguments.servers)] if arguments.servers else []
         command += [word for setting in settings for word in ("--set", setting)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         lines = (pathlib.Path(root) / "x" / "metrics.jsonl").read_text().splitlines()
@@ -71,6 +73,7 @@ def main():
     parser.add_argument("--program", default="target/release/hpctrain")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--servers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rows", type=lambda rows: [int(one) for one in rows.split(",")], default=[10_000, 1_000_000])
     parser.add_argument("--updates", type=lambda updates: updates.split(","), default=["dense", "sparse"])

@@ -4,7 +4,7 @@
 //! when it reaches `POINT` in step `STEP` or later, and creates `FILE`, so that the fault happens
 //! once in a job.
 //!
-//! `HPCTRAIN_SLOW_RANK=RANK:MS,…` makes these ranks take so many milliseconds longer for each forward
+//! `HPCTRAIN_SLOW_RANK=RANK:MS,…` makes these ranks take this many milliseconds longer for each forward
 //! of a micro-batch.
 //! Release builds have no such points.
 

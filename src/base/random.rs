@@ -55,19 +55,35 @@ impl Stream {
 
     /// Fills a slice with the beginning of a standard normal sequence (Box and Muller, 1958).
     pub fn fill_normal(self, out: &mut [f32]) {
+        self.fill_normal_from(0, out);
+    }
+
+    /// Fills a slice with the elements of the sequence of [`Stream::fill_normal`] from `first` on.
+    pub fn fill_normal_from(self, first: usize, out: &mut [f32]) {
+        let before = first % 4;
+        let (head, rest) = out.split_at_mut(out.len().min((4 - before) % 4));
+        if !head.is_empty() {
+            head.copy_from_slice(&self.normals(first as u64 / 4)[before..][..head.len()]);
+        }
+        let block = first.div_ceil(4) as u64;
+        for (block, quad) in (block..).zip(rest.chunks_mut(4)) {
+            quad.copy_from_slice(&self.normals(block)[..quad.len()]);
+        }
+    }
+
+    /// Returns the normal numbers of a block.
+    fn normals(self, block: u64) -> [f32; 4] {
         // In (0, 1]: the logarithm is finite.
         let unit = |word: u32| (word as f32 + 1.0) * 2f32.powi(-32);
-        for (block, quad) in out.chunks_mut(4).enumerate() {
-            let words = self.block(block as u64);
-            let pair = |radius: u32, angle: u32| {
-                let (sin, cos) = (std::f32::consts::TAU * unit(angle)).sin_cos();
-                let radius = (-2.0 * unit(radius).ln()).sqrt();
-                [radius * cos, radius * sin]
-            };
-            let [a, b] = pair(words[0], words[1]);
-            let [c, d] = pair(words[2], words[3]);
-            quad.copy_from_slice(&[a, b, c, d][..quad.len()]);
-        }
+        let words = self.block(block);
+        let pair = |radius: u32, angle: u32| {
+            let (sin, cos) = (std::f32::consts::TAU * unit(angle)).sin_cos();
+            let radius = (-2.0 * unit(radius).ln()).sqrt();
+            [radius * cos, radius * sin]
+        };
+        let [a, b] = pair(words[0], words[1]);
+        let [c, d] = pair(words[2], words[3]);
+        [a, b, c, d]
     }
 
     /// Returns element `index` of a uniform sequence in [0, 1).
@@ -99,6 +115,18 @@ pub fn name(text: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn normal_numbers_begin_anywhere() {
+        let stream = Stream::new(11);
+        let mut whole = [0.0; 23];
+        stream.fill_normal(&mut whole);
+        for (first, len) in [(0, 23), (1, 1), (3, 9), (4, 4), (5, 2), (6, 17), (22, 1), (23, 0)] {
+            let mut part = vec![0.0; len];
+            stream.fill_normal_from(first, &mut part);
+            assert_eq!(part, whole[first..first + len], "{first}");
+        }
+    }
 
     /// The known answers published with Random123.
     #[test]

@@ -378,10 +378,11 @@ pub fn virtual_ranks(
 ) -> Result<(usize, ReduceAfter)> {
     let virtual_ranks = given_virtual_ranks(config, replicas, mesh)?;
     let after_step = || Ok((virtual_ranks, after_step(config, virtual_ranks, mesh)?));
-    if matches!(config.parallel.reduce, ReduceChoice::Step | ReduceChoice::Blocks) {
+    let is_asked = config.parallel.reduce == ReduceChoice::Micro;
+    let is_step = matches!(config.parallel.reduce, ReduceChoice::Step | ReduceChoice::Blocks);
+    if is_step || has_shares(config, mesh) && !is_asked {
         return after_step();
     }
-    let is_asked = config.parallel.reduce == ReduceChoice::Micro;
     // A wrong batch is reported later.
     let micro_batches = match batch(config, virtual_ranks, replicas, mesh) {
         Ok((_, micro)) => (config.batch.global / micro) as usize,
@@ -397,15 +398,21 @@ pub fn virtual_ranks(
     }
 }
 
+/// Returns true if several ranks have shares of the work that may be unequal.
+fn has_shares(config: &Config, mesh: &Mesh) -> bool {
+    config.parallel.work_shares != WorkShares::Equal && mesh.data() > 1
+}
+
 /// Returns how gradients are reduced at the end of a step: in blocks where ranks have unequal
 /// numbers of virtual ranks, or where only blocks give the bits of one rank and these are asked for.
 fn after_step(config: &Config, virtual_ranks: usize, mesh: &Mesh) -> Result<ReduceAfter> {
     let is_local = config.local_sgd.sync_every != Interval::Steps(0);
-    if is_local || VirtualRanks::are_in_one_tree(virtual_ranks, mesh.replica, mesh.shard) {
+    let has_shares = has_shares(config, mesh);
+    let is_one_tree = VirtualRanks::are_in_one_tree(virtual_ranks, mesh.replica, mesh.shard);
+    if is_local || is_one_tree && !has_shares {
         return Ok(ReduceAfter::Step);
     }
     let ranks = mesh.data();
-    let has_shares = config.parallel.work_shares != WorkShares::Equal;
     let are_equal = virtual_ranks.is_multiple_of(ranks) && !has_shares;
     let reduce = config.parallel.reduce;
     let is_asked = match reduce {
@@ -496,7 +503,11 @@ fn check_micro(
     let refused = |why: String, hint: String| {
         Err(Error::input(format!("parallel.reduce = micro {why}")).hint(hint))
     };
-    if zero == Zero::Zero || storage == Storage::Central {
+    if storage == Storage::Central {
+        let why = "is not supported with parallel.storage = central";
+        return refused(why.into(), "leave parallel.reduce out".into());
+    }
+    if zero == Zero::Zero {
         let why = "with parallel.zero = 0 has no shards to reduce over";
         return refused(why.into(), "set parallel.zero to 1, 2 or 3, or leave reduce out".into());
     }

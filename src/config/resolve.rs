@@ -16,7 +16,7 @@ use super::range::out_of_range;
 use super::work_shares::{self, WorkShares};
 use super::{
     Compute, Config, DataOrder, EmbeddingPlacement, LayerList, LayoutMode, LrByBatch, MessageDtype,
-    ModelKind, Optimizer, OptimizerKind, Parallel, ReduceChoice, Scaling,
+    ModelKind, Optimizer, OptimizerKind, Parallel, ReduceChoice, Scaling, TableUpdates,
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::part;
@@ -153,14 +153,14 @@ impl ResolvedConfig {
     /// auto`, one in which a rank has the most blocks.
     pub fn largest_assignment(&self) -> VirtualRanks {
         let assignment = self.assignment();
-        if self.config.parallel.work_shares != WorkShares::Auto {
+        let others = self.mesh.data() - 1;
+        if self.config.parallel.work_shares != WorkShares::Auto || others == 0 {
             return assignment;
         }
-        let others = self.mesh.data() - 1;
         let most = ((self.virtual_ranks - others + 1).next_power_of_two() / 2).max(2) - 1;
         let mut counts = VirtualRanks::deal(self.virtual_ranks - most, &vec![1.0; others]);
         counts.insert(0, most);
-        let is_possible = others > 0 && counts.iter().sum::<usize>() == self.virtual_ranks;
+        let is_possible = counts.iter().sum::<usize>() == self.virtual_ranks;
         VirtualRanks { counts: is_possible.then(|| counts.into()), ..assignment }
     }
 
@@ -440,6 +440,8 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
     config.parallel.virtual_ranks = Some(virtual_ranks);
+    config.optimizer.tables =
+        if sparse.is_some() { TableUpdates::Sparse } else { TableUpdates::Dense };
     config.parallel.reduce = match reduce_after {
         ReduceAfter::Step => ReduceChoice::Step,
         ReduceAfter::StepInBlocks => ReduceChoice::Blocks,
@@ -1326,7 +1328,7 @@ mod tests {
                 &[][..],
                 "with parallel.zero = 0 has no shards to reduce over\nhint: set parallel.zero",
             ),
-            (4, &["parallel.storage=central"], "has no shards to reduce over"),
+            (4, &["parallel.storage=central"], "is not supported with parallel.storage = central"),
             (
                 4,
                 &["parallel.zero=2", "parallel.virtual_ranks=8"],

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::Config;
+use super::{Config, Interval};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::mesh::Mesh;
 use hpctrain_parallel::{ReduceAfter, VirtualRanks};
@@ -70,12 +70,19 @@ pub fn counts(
     }
     let refused = |why: &str| Error::input(format!("parallel.work_shares {why}"));
     let ranks = mesh.data();
+    if ranks == 1 {
+        // There is nothing to divide.
+        return Ok(None);
+    }
     if config.parallel.virtual_ranks.is_none() {
         return Err(refused("divides virtual ranks, but parallel.virtual_ranks is not set")
             .hint(format!("set parallel.virtual_ranks={} or more", 8 * ranks)));
     }
+    if config.local_sgd.sync_every != Interval::Steps(0) {
+        return Err(refused("is not supported with local_sgd.sync_every").hint("leave one out"));
+    }
     if reduce_after != ReduceAfter::StepInBlocks {
-        return Err(refused("is not supported with parallel.reduce = micro and step")
+        return Err(refused("is not supported with parallel.reduce = micro")
             .hint("leave parallel.reduce out"));
     }
     match shares {
@@ -116,6 +123,8 @@ mod tests {
         assert_eq!(counts(&[ranks, "parallel.work_shares=[3, 1]"], 2), Ok(Some(vec![12, 4])));
         assert_eq!(counts(&[ranks, "parallel.work_shares=auto"], 2), Ok(None));
         assert_eq!(counts(&[ranks], 2), Ok(None));
+        assert_eq!(counts(&[ranks, "parallel.work_shares=[3, 1]"], 1), Ok(None));
+        assert_eq!(counts(&[ranks, "parallel.work_shares=auto", "parallel.zero=3"], 4), Ok(None));
         let zero = "parallel.zero=3";
         assert_eq!(counts(&[ranks, zero, "parallel.work_shares=[1, 2]"], 2), Ok(Some(vec![5, 11])));
         for (settings, words) in [

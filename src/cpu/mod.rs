@@ -56,7 +56,7 @@ use hpctrain_device::{
 
 pub use elementwise::add_serial;
 pub use memory::{CpuBuf, CpuInts};
-pub use nontemporal::{copy_for_another_core, copy_past_caches};
+pub use nontemporal::copy_for_another_core;
 pub use threads::Threads;
 
 use output_init::OutputInit;

@@ -22,12 +22,8 @@ pub fn copy(from: &[f32], to: &mut [f32]) {
     copy_from(LARGE, from, to);
 }
 
-/// Copies `from` to `to`, which is not read soon, and leaves the caches to other data.
-pub fn copy_past_caches(from: &[f32], to: &mut [f32]) {
-    copy_from(MEDIUM, from, to);
-}
-
-/// Copies `from` to `to`, where another core has read `to` and will read it again. Between cores
+/// Copies `from` to `to`, which this core does not read soon, or which another core has read and will
+/// read again. Between cores
 /// without a shared cache ordinary stores take several times as long.
 pub fn copy_for_another_core(from: &[f32], to: &mut [f32]) {
     copy_from(MEDIUM, from, to);
@@ -98,7 +94,9 @@ mod tests {
     #[test]
     fn every_element_arrives_whatever_the_alignment() {
         let from: Vec<f32> = (0..LARGE + 50).map(|i| i as f32).collect();
-        for (copy, least) in [(copy as fn(&[f32], &mut [f32]), LARGE), (copy_past_caches, MEDIUM)] {
+        for (copy, least) in
+            [(copy as fn(&[f32], &mut [f32]), LARGE), (copy_for_another_core, MEDIUM)]
+        {
             for (start, len) in
                 [(0, 0), (1, 5), (0, least), (1, least + 1), (3, least + 17), (7, least + 43)]
             {

@@ -312,7 +312,7 @@ impl<B: Kernels> Engine<B> {
     /// Shows losses of the micro-batch with `samples` to the observer, if there is one.
     fn observe_losses(&mut self, samples: &Range<u64>, losses: &[B::Scalar]) -> Result<()> {
         let Some(observer) = &mut self.observer else { return Ok(()) };
-        let block = self.model.blocks.len();
+        let block = self.model.sharded.units_before() + self.model.blocks.len();
         losses.iter().try_for_each(|loss| {
             let loss = self.model.backend.peek(loss)?;
             observe_loss(&mut **observer, block, samples.clone(), loss)
@@ -392,7 +392,7 @@ impl<B: Kernels> Engine<B> {
                 };
                 observer.observe(&ObservedTensor {
                     kind: TensorKind::Output,
-                    block: unit,
+                    block: sharded.units_before() + unit,
                     unit: &name,
                     tensor: "",
                     samples: Some(samples_in_batch(&micro)),
@@ -519,7 +519,7 @@ impl<B: Kernels> Engine<B> {
                 }
                 observer.observe(&ObservedTensor {
                     kind: TensorKind::InputGradient,
-                    block: unit,
+                    block: sharded.units_before() + unit,
                     unit: &name,
                     tensor: "",
                     samples: Some(samples),

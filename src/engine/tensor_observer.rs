@@ -96,7 +96,8 @@ impl TensorStatistics {
 pub struct ObservedTensor<'a> {
     /// Its kind.
     pub kind: TensorKind,
-    /// The index of its block in the stage; the number of blocks for a loss.
+    /// The index of its block in the stage, with embedding tables on the host; the number of blocks
+    /// for a loss.
     pub block: usize,
     /// The name of the block's unit; empty for a loss.
     pub unit: &'a str,
@@ -140,12 +141,13 @@ pub(super) fn observe_gradients<B: Kernels>(
     let Some(OpenGradient { layout, own, tied }) = sharded.open_gradient(block) else {
         return Ok(());
     };
+    let number = sharded.units_before() + block;
     let mut host = vec![0.0; layout.padded];
     backend.download(own, &mut host)?;
     for (tensor, statistics) in by_tensor(layout, &host) {
         observer.observe(&ObservedTensor {
             kind: TensorKind::Gradient,
-            block,
+            block: number,
             unit: &layout.name,
             tensor,
             samples: Some(samples.clone()),
@@ -155,7 +157,7 @@ pub(super) fn observe_gradients<B: Kernels>(
     let Some((tensor, grads)) = tied else { return Ok(()) };
     observer.observe(&ObservedTensor {
         kind: TensorKind::Gradient,
-        block,
+        block: number,
         unit: &layout.name,
         tensor,
         samples: Some(samples.clone()),
@@ -178,11 +180,11 @@ pub(super) fn observe_reduced<B: Kernels>(
     observer: &mut dyn TensorObserver,
     sharded: &Sharded<B>,
 ) -> Result<()> {
-    sharded.visit_reduced(|block, tensor, values| {
+    sharded.visit_reduced(&mut |block, layout, tensor, values| {
         observer.observe(&ObservedTensor {
             kind: TensorKind::ReducedGradient,
             block,
-            unit: sharded.name(block),
+            unit: &layout.name,
             tensor,
             samples: None,
             statistics: TensorStatistics::new(values),
@@ -199,7 +201,11 @@ pub fn observe_parameters<B: Kernels>(
     sharded: &mut Sharded<B>,
 ) -> Result<()> {
     let mut host = Vec::new();
-    for (block, owned) in sharded.owned()?.into_iter().enumerate() {
+    let first = sharded.first_unit();
+    let names: Vec<_> = sharded.layouts().iter().map(|layout| layout.name.clone()).collect();
+    for owned in sharded.owned()? {
+        let unit = names.iter().position(|name| *name == owned.layout.name);
+        let block = unit.unwrap_or(first) - first;
         host.resize(owned.range.len(), 0.0);
         owned.params.read(&mut host)?;
         for piece in owned.layout.pieces(owned.range.clone()) {

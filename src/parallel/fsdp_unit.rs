@@ -298,26 +298,25 @@ impl<B: Kernels> Unit<B> {
 /// Returns the initial values of a unit, which do not depend on the layout: each tensor has a
 /// random stream that its name determines. Without a seed the values are zero.
 pub fn initial(layout: &UnitLayout, seed: Option<u64>) -> Vec<f32> {
-    let mut values = vec![0.0; layout.padded];
+    initial_range(layout, seed, 0..layout.padded)
+}
+
+/// Returns the [initial values](initial) of a range of a unit.
+pub fn initial_range(layout: &UnitLayout, seed: Option<u64>, range: Range<usize>) -> Vec<f32> {
+    let mut values = vec![0.0; range.len()];
     let Some(seed) = seed else { return values };
-    let mut pieces: Vec<_> = layout.stored(0..layout.padded).collect();
-    pieces.sort_by_key(|piece| piece.index);
-    for of_tensor in pieces.chunk_by(|one, other| one.index == other.index) {
-        let tensor = of_tensor[0].tensor;
-        let whole = match tensor.init {
-            Init::Zeros => continue,
-            Init::Ones => vec![1.0; tensor.len()],
+    for piece in layout.stored(range) {
+        match piece.tensor.init {
+            Init::Zeros => {}
+            Init::Ones => piece.runs().for_each(|(_, to)| values[to].fill(1.0)),
             Init::Normal(std) => {
-                let stream =
-                    random::Stream::new(random::derive(seed, &[random::name(&tensor.name)]));
-                let mut whole = vec![0.0; tensor.len()];
-                stream.fill_normal(&mut whole);
-                whole.iter_mut().for_each(|x| *x *= std);
-                whole
+                let key = random::derive(seed, &[random::name(&piece.tensor.name)]);
+                for (start, to) in piece.runs() {
+                    let to = &mut values[to];
+                    random::Stream::new(key).fill_normal_from(start, to);
+                    to.iter_mut().for_each(|x| *x *= std);
+                }
             }
-        };
-        for (start, to) in of_tensor.iter().flat_map(|piece| piece.runs()) {
-            values[to.clone()].copy_from_slice(&whole[start..start + to.len()]);
         }
     }
     values

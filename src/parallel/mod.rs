@@ -48,7 +48,7 @@ mod virtual_ranks;
 
 pub use control_flags::{AllFlags, ControlFlags};
 pub use cpu_offload::host_bytes as offloaded_bytes;
-pub use fsdp_unit::initial;
+pub use fsdp_unit::{initial, initial_range};
 pub use groups::{Groups, StepGroups};
 pub use local_sgd::{LocalSgd, OuterOptimizer, ReplicaStep, RoundSummary, mean, steps_of_replicas};
 pub use memory_trace::{MemoryMoment, MemoryTimeline, StepPosition};

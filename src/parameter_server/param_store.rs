@@ -26,7 +26,7 @@ use hpctrain_engine::memory::available;
 use hpctrain_nn::optim::EMA;
 use hpctrain_parallel::{
     self as parallel, Hyper, OptimizerShard, SparseRows, SquareSum, Storage as Place, Updates,
-    initial, state_names,
+    initial_range, state_names,
 };
 
 /// The parameter ranges that a server holds.
@@ -178,21 +178,16 @@ impl ParamStore {
             reader.check_files()?;
         }
         let mut ranges = Vec::new();
-        // Those of the last unit; the ranges of a unit are neighbours.
-        let mut initial_values = (None, vec![]);
         for (index, piece) in pieces.iter().enumerate() {
             let layout = &layouts[piece.unit];
-            if initial_values.0 != Some(piece.unit) {
-                initial_values = (Some(piece.unit), initial(layout, Some(plan.config.run.seed)));
-            }
-            let values = &initial_values.1[piece.range.clone()];
+            let values = initial_range(layout, Some(plan.config.run.seed), piece.range.clone());
             let mut owner = OptimizerShard::new(
                 &backend,
                 None,
                 Some(&updates),
                 layout,
                 piece.range.clone(),
-                values,
+                &values,
                 false,
             )?;
             if let Some(reader) = &mut reader {

@@ -29,7 +29,7 @@ use hpctrain_base::signals;
 use hpctrain_checkpoint::{Checkpoints, Origin, Progress, Reader, SaveContext};
 use hpctrain_comm::Credentials;
 use hpctrain_config::telemetry::unix_time;
-use hpctrain_config::{Config, Model, OptimizerKind, ResolvedConfig, Staleness};
+use hpctrain_config::{Config, Model, OptimizerKind, ResolvedConfig, Staleness, TableUpdates};
 use hpctrain_parallel::state_names;
 use hpctrain_train::fresh_id;
 
@@ -105,6 +105,13 @@ impl ParameterOptions {
             }
         }
         config.parameter_server.staleness = Staleness::None;
+        if config.optimizer.tables == TableUpdates::Sparse {
+            return Err(Error::input(
+                "optimizer.tables = sparse, but functions pull and push whole tensors",
+            )
+            .hint("omit the key"));
+        }
+        config.optimizer.tables = TableUpdates::Dense;
         if matches!(config.optimizer.kind, OptimizerKind::Lamb | OptimizerKind::Lars) {
             return Err(Error::input(
                 "optimizer.kind = lamb and lars require norms of whole tensors, which no server \

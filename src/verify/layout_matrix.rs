@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::config::{Config, ReduceChoice};
+use crate::config::{Config, ReduceChoice, WorkShares};
 use crate::parallel::{Storage, VirtualRanks, Zero};
 
 /// A layout.
@@ -66,6 +66,8 @@ impl LayoutRow {
     pub fn config(&self, base: &Config) -> Config {
         let mut config = base.clone();
         config.parallel.pipeline = self.pipeline;
+        // Shares of the work are those of other ranks; they change no bits.
+        config.parallel.work_shares = WorkShares::Equal;
         config.parallel.tensor = self.tensor;
         // Without tensor parallelism there is no sequence parallelism either: the bits are the
         // same.

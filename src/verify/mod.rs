@@ -35,7 +35,7 @@ use run_layout::{AfterRun, Recording};
 use crate::comm::AlgorithmChoice;
 use crate::config::{
     Config, DataOrder, Environment, Interval, Parallel, ReduceChoice, ResolvedConfig, TableUpdates,
-    WorkShares, resolve,
+    resolve,
 };
 use crate::engine::vocabulary;
 use crate::error::{Error, Result};
@@ -141,7 +141,6 @@ pub fn verify(request: &VerifyOptions) -> Result<bool> {
     request.config = request.config.with_any_length();
     request.config.run.steps = request.config.run.steps.max(request.steps);
     request.config.optimizer.tables = table_updates(&request.config, &rows);
-    request.config.parallel.work_shares = WorkShares::Equal;
     let vocabulary = vocabulary(&request.config)?;
     request.config.parallel.virtual_ranks = virtual_ranks(&request.config, &rows, vocabulary);
     request.config.batch.micro = micro(&request.config, &rows, vocabulary);

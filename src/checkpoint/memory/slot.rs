@@ -29,7 +29,7 @@ use super::slot_memory::SlotMemory;
 use crate::Progress;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open};
-use hpctrain_cpu::copy_past_caches;
+use hpctrain_cpu::copy_for_another_core;
 
 /// The first bytes of a slot.
 const MAGIC: [u8; 8] = *b"HPCTMEM\n";
@@ -219,7 +219,7 @@ impl SlotWriter {
             written.map_err(|e| refused(&self.path, e))?;
         } else {
             let first = self.first();
-            copy_past_caches(elements, self.memory.elements(first, elements.len()));
+            copy_for_another_core(elements, self.memory.elements(first, elements.len()));
         }
         self.offset += size_of_val(elements) as u64;
         Ok(())

@@ -210,8 +210,8 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     }
     // At the start, and when a checkpoint is written without async_save, one unit at a time is
     // copied to the host.
-    let of_tables = tables.as_ref().map(|tables| tables.padded());
-    let staging = padded.iter().chain(of_tables).max().copied().unwrap_or(0) * F32;
+    let of_tables = tables.as_ref().map(HostTables::copied_at_once);
+    let staging = padded.iter().copied().chain(of_tables).max().unwrap_or(0) * F32;
     let (host, gpu) = match B::ON_HOST {
         true => (std::array::from_fn(|what| host[what] + device[what]), None),
         false => (host, Some(device)),

@@ -14,7 +14,7 @@ use hpctrain_config::telemetry::startup_summary::Estimate;
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{
     Config, CopyInterval, EmbeddingPlacement, Environment, MemoryCheckpoint, ReduceChoice,
-    ResolvedConfig, resolve,
+    ResolvedConfig, WorkShares, resolve,
 };
 use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_parallel::{PipelineSchedule, Zero};
@@ -396,6 +396,7 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                     }
                 }
                 config.parallel.recompute |= again;
+                config.parallel.work_shares = WorkShares::Equal;
                 if at_once {
                     config.parallel.schedule = PipelineSchedule::OneForwardOneBackward;
                 }

@@ -43,9 +43,14 @@ impl<'a> HostTables<'a> {
         }
     }
 
-    /// Returns the padded elements of the tables' unit.
-    pub fn padded(&self) -> &usize {
-        &self.layout.padded
+    /// Returns the elements that are copied at once at the start, and when a checkpoint is written
+    /// without `checkpoint.async_save`.
+    pub fn copied_at_once(&self) -> usize {
+        match self.plan.sparse_tables {
+            Some(TableSharding::Servers) => 0,
+            Some(sharding) => self.most_held(sharding),
+            None => self.layout.padded,
+        }
     }
 
     /// Returns the most elements that a rank writes to a checkpoint, with `kept` buffers of

@@ -249,8 +249,10 @@ impl<B: Kernels> Sharded<B> {
             let assignment = VirtualRanks { replicas, shards, ..assignment.clone() };
             self.blocks = Some(BlockReduction::new(assignment, data.rank()));
         }
-        if let Some(HostUnits::Sparse(tables)) = &mut self.host_units {
-            tables.expect(assignment);
+        match &mut self.host_units {
+            Some(HostUnits::Dense(units)) => units.expect(assignment),
+            Some(HostUnits::Sparse(tables)) => tables.expect(assignment),
+            None => {}
         }
     }
 

@@ -2,6 +2,7 @@
 //! after the reduction.
 
 use super::Sharded;
+use super::host_units::HostUnits;
 use crate::fsdp_unit::Reduction;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::UnitLayout;
@@ -39,16 +40,32 @@ impl<B: Kernels> Sharded<B> {
         }
     }
 
-    /// Calls `visit` with the index of each unit, and the names and values of the parts of its
-    /// reduced gradient that only this rank reports, between [`Sharded::reduce`] and the update.
-    /// Gradients that are on the host already (`offload.optimizer`) are omitted.
+    /// Returns the number of units on the host, which are before those of the stage.
+    pub fn units_before(&self) -> usize {
+        self.stage.units.start - self.first_unit()
+    }
+
+    /// Calls `visit` with the index of each unit, those on the host first, and the names and values
+    /// of the parts of its reduced gradient that only this rank reports, between
+    /// [`Sharded::reduce`] and the update. Gradients that are on the host already
+    /// (`offload.optimizer`) are omitted, and so are rows without a gradient.
     ///
     /// # Errors
     /// Returns an error if the device fails, or `visit` returns one.
     pub fn visit_reduced(
         &self,
-        mut visit: impl FnMut(usize, &str, &[f32]) -> Result<()>,
+        visit: &mut dyn FnMut(usize, &UnitLayout, &str, &[f32]) -> Result<()>,
     ) -> Result<()> {
+        match &self.host_units {
+            Some(HostUnits::Dense(units)) => units.visit_reduced(visit)?,
+            Some(HostUnits::Sparse(tables)) => {
+                for (tensor, values, _) in tables.own_gradients()? {
+                    visit(0, tables.layout(), tensor, values)?;
+                }
+            }
+            None => {}
+        }
+        let before = self.units_before();
         let shards = self.virtual_shards(&self.groups.step.replica);
         if shards.is_empty() {
             return Ok(());
@@ -66,7 +83,7 @@ impl<B: Kernels> Sharded<B> {
             let mut host = vec![0.0; mine.len()];
             self.backend.download(B::view(&sum.grad, at(mine.start)..at(mine.end)), &mut host)?;
             for piece in unit.layout.pieces(mine) {
-                visit(index, &piece.tensor.name, &host[piece.of_owned])?;
+                visit(before + index, &unit.layout, &piece.tensor.name, &host[piece.of_owned])?;
             }
         }
         Ok(())

@@ -22,7 +22,7 @@ use super::partition::{RowPartition, TableSharding};
 use super::row_copies::elements_of;
 use super::rows::{SparseRows, elements, malformed, number};
 use super::squares::SquareSum;
-use crate::fsdp_unit::initial;
+use crate::fsdp_unit::initial_range;
 use crate::optimizer_shard::{OptimizerShard, Updates};
 use crate::owned::{Histograms, Owned};
 use crate::restore_source::Source;
@@ -30,7 +30,7 @@ use crate::step_params::Hyper;
 use crate::virtual_ranks::VirtualRanks;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::fault;
-use hpctrain_base::layout::{TensorRange, UnitLayout};
+use hpctrain_base::layout::{TensorPiece, TensorRange, UnitLayout};
 use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_base::tree_sum::Tree;
 use hpctrain_comm::{Group, Pending};
@@ -102,9 +102,8 @@ impl SparseTables {
         let width = layout.tensors.first().map_or(1, |tensor| tensor.shape[1]);
         let partition = RowPartition::new(sharding, &rows, ranks.rank(), ranks.size());
         let held = elements_of(partition.held(), width);
-        let values = initial(&layout, seed);
-        let of_held = &values[held.clone()];
-        let owner = OptimizerShard::new(&cpu, None, updates, &layout, held, of_held, false)?;
+        let values = initial_range(&layout, seed, held.clone());
+        let owner = OptimizerShard::new(&cpu, None, updates, &layout, held, &values, false)?;
         Ok(Self::with_store(
             cpu,
             ranks,
@@ -430,19 +429,32 @@ impl SparseTables {
         if self.counts.as_ref().is_none_or(|(requested, _)| *requested != step) {
             return Ok(());
         }
-        let (own, width) = (elements_of(self.partition.own(), self.width), self.width);
         let mut found = Histograms::new();
-        let reduced = self.finish_reduction()?.clone();
-        for piece in self.layout.pieces(own.clone()) {
-            let of_unit = own.start + piece.of_owned.start..own.start + piece.of_owned.end;
-            let rows = of_unit.start / width..of_unit.end / width;
-            let values = &reduced.values[elements_of(reduced.within(&rows), width)];
-            let counted = found.entry(piece.tensor.name.clone()).or_default();
+        for (tensor, values, zeros) in self.own_gradients()? {
+            let counted = found.entry(tensor.to_owned()).or_default();
             counted.add(values);
-            counted.add_zeros((of_unit.len() - values.len()) as u64);
+            counted.add_zeros(zeros);
         }
         self.counts = Some((step, found));
         Ok(())
+    }
+
+    /// Returns, for each table, its name, the elements of the reduced gradient of the rows for which
+    /// this rank answers, and the number of elements of the other ones, which are zero.
+    ///
+    /// # Errors
+    /// Returns an error if the gradient was not reduced.
+    pub fn own_gradients(&self) -> Result<Vec<(&str, &[f32], u64)>> {
+        let (own, width) = (elements_of(self.partition.own(), self.width), self.width);
+        let reduced = self.gradient()?;
+        let of_table = |piece: TensorPiece<'_>| {
+            let of_unit = own.start + piece.of_owned.start..own.start + piece.of_owned.end;
+            let rows = of_unit.start / width..of_unit.end / width;
+            let values = &reduced.values[elements_of(reduced.within(&rows), width)];
+            let name = self.layout.tensors[piece.index].name.as_str();
+            (name, values, (of_unit.len() - values.len()) as u64)
+        };
+        Ok(self.layout.pieces(own.clone()).map(of_table).collect())
     }
 
     /// Returns this rank's part of the requested histograms.

@@ -16,7 +16,7 @@ use hpctrain_base::mesh::{Axis, Mesh};
 use hpctrain_base::spans::{ActivityKind, SpanEvent, Track};
 use hpctrain_comm::{Algorithm, AlgorithmTable, Comm, Group, Operation, slowest};
 use hpctrain_config::{
-    Config, Environment, LayerList, LayoutMode, ReduceChoice, ResolvedConfig, resolve,
+    Config, Environment, LayerList, LayoutMode, ReduceChoice, ResolvedConfig, WorkShares, resolve,
 };
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_engine::SyntheticTrainer;
@@ -412,6 +412,7 @@ fn with_few_blocks(
 
 /// Reduces the number of transformer blocks to those that need to be timed.
 fn few_blocks(config: &mut Config, plan: &ResolvedConfig) {
+    config.parallel.work_shares = WorkShares::Equal;
     if let LayerList::Count(count) = config.model.layers {
         let of_block = plan.network.blocks_summary().get(1).map_or(0, |block| block.parameters)
             * size_of::<f32>();

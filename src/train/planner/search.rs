@@ -43,7 +43,7 @@ impl Proposal {
 
     /// Returns true if a step takes longer than predicted, since work on the host is not modelled.
     pub fn has_unmodelled_host_work(&self) -> bool {
-        self.keys.offload.any() || self.plan.offloads_embeddings()
+        self.keys.offload.any() || self.plan.has_host_tables()
     }
 
     /// Returns the bytes on a GPU if there is one, else on the host.
@@ -274,9 +274,9 @@ fn reasons(
         first += &format!(" The next with other axes, {}, takes {slower:.0} % longer.", other.keys);
     }
     sentences.push(first);
-    if best.plan.offloads_embeddings() {
+    if best.plan.has_host_tables() {
         sentences
-            .push("These times do not include the updates of embedding tables on the host.".into());
+            .push("These times do not include the messages and updates of embedding tables in host memory.".into());
     }
     if proposals.iter().any(|one| one.keys.offload.any()) {
         sentences.push(

@@ -43,7 +43,7 @@ pub fn divide_by_speed<B: Kernels>(
         let data_rank = at[Axis::Replica as usize] * plan.mesh.shard + at[Axis::Shard as usize];
         slowest[data_rank] = slowest[data_rank].max(seconds);
     }
-    // A clock that stands still must not divide by zero.
+    // A clock with coarse ticks may measure nothing.
     let shares: Vec<f64> = slowest.iter().map(|seconds| 1.0 / seconds.max(1e-9)).collect();
     plan.deal(&shares);
     engine.expect_virtual_ranks(plan);
