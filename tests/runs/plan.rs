@@ -176,7 +176,7 @@ fn offloading_is_proposed_if_a_gpu_is_too_small() {
     let text = plan(&tables).succeeded().stdout;
     assert!(
         text.contains("  > ")
-            && text.contains("do not include the updates of embedding tables on the host"),
+            && text.contains("do not include the messages and updates of embedding tables"),
         "{text}"
     );
     let ended = plan(&["--set", "offload.optimizer=false"]);

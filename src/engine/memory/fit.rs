@@ -14,7 +14,7 @@ use hpctrain_config::telemetry::startup_summary::Estimate;
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{
     Config, CopyInterval, EmbeddingPlacement, Environment, MemoryCheckpoint, ReduceChoice,
-    ResolvedConfig, WorkShares, resolve,
+    ResolvedConfig, TableUpdates, WorkShares, resolve,
 };
 use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_parallel::{PipelineSchedule, Zero};
@@ -405,6 +405,8 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                 config.offload.params ^= shards;
                 if tables {
                     config.model.place.tables = EmbeddingPlacement::Host;
+                    // They may have sparse updates there.
+                    config.optimizer.tables = TableUpdates::Auto;
                 }
                 config.batch.micro = Some(smaller);
                 let sync_save = !copy && std::mem::take(&mut config.checkpoint.async_save);
