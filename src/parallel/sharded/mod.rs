@@ -535,13 +535,13 @@ impl<B: Kernels> Sharded<B> {
             return;
         };
         let layout = &self.units[unit].layout;
-        let full = self.gathered(layout, self.from_owners(layout, full));
+        let full = self.gathered(layout, self.broadcast_by_owners(layout, full));
         self.units[unit].params = BufferState::InFlight(full);
     }
 
     /// Starts to send the owned part of a unit's parameters to the other replicas, if these own
     /// nothing.
-    fn from_owners(&self, layout: &UnitLayout, full: B::Buf) -> Pending<B::Buf> {
+    fn broadcast_by_owners(&self, layout: &UnitLayout, full: B::Buf) -> Pending<B::Buf> {
         match self.storage {
             Storage::Ranks => Pending::ready(full),
             Storage::Central => {
@@ -561,7 +561,8 @@ impl<B: Kernels> Sharded<B> {
         let layout = self.slot(slot).0.clone();
         // Replicas of tied units of other stages have their own part.
         let is_own = slot < self.units.len() && self.policy.params == Lifetime::Use;
-        let full = if is_own { self.from_owners(&layout, full) } else { Pending::ready(full) };
+        let full =
+            if is_own { self.broadcast_by_owners(&layout, full) } else { Pending::ready(full) };
         let full = self.gathered(&layout, full);
         *self.slot(slot).1 = BufferState::InFlight(full);
     }

@@ -8,6 +8,9 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_device::Kernels;
 
+/// Takes the index and the layout of a unit, the name of a tensor, and a part of its gradient.
+type VisitGradient<'a> = dyn FnMut(usize, &UnitLayout, &str, &[f32]) -> Result<()> + 'a;
+
 /// The gradient of a unit for a virtual rank that has not ended.
 pub struct OpenGradient<'a, B: Kernels> {
     /// The unit's layout.
@@ -52,10 +55,7 @@ impl<B: Kernels> Sharded<B> {
     ///
     /// # Errors
     /// Returns an error if the device fails, or `visit` returns one.
-    pub fn visit_reduced(
-        &self,
-        visit: &mut dyn FnMut(usize, &UnitLayout, &str, &[f32]) -> Result<()>,
-    ) -> Result<()> {
+    pub fn visit_reduced(&self, visit: &mut VisitGradient<'_>) -> Result<()> {
         match &self.host_units {
             Some(HostUnits::Dense(units)) => units.visit_reduced(visit)?,
             Some(HostUnits::Sparse(tables)) => {
