@@ -83,8 +83,8 @@ impl<'a, B: Kernels> Values<'a, B> {
 }
 
 impl OptimizerShard<Cpu> {
-    /// Updates some rows with their gradients, as [`DeviceState::update_rows`] does. The range
-    /// begins and ends at rows of `width` elements.
+    /// Updates some rows with their gradients; all other rows and their state stay as they are. The
+    /// range begins and ends at rows of `width` elements.
     ///
     /// # Errors
     /// Returns an error if memory runs out, or no buffer holds the parameters.
