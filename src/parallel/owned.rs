@@ -1,4 +1,4 @@
-//! What a rank has of a unit: for checkpoints and for histograms.
+//! The part of a unit that a rank has, for checkpoints and for histograms.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
