@@ -51,7 +51,8 @@ fn the_other_node_has_copies() {
         let line = ended.stdout.lines().find(|line| line.starts_with("resumed ")).unwrap();
         let words: Vec<&str> = line.split_whitespace().collect();
         let step: usize = words[3].parse().unwrap();
-        assert!(words[5].starts_with("/dev/shm/") && step + 2 >= recorded, "{recorded}: {ended}");
+        // Copies are taken less often while the messages of one take longer than a step.
+        assert!(words[5].starts_with("/dev/shm/") && 2 * step >= recorded, "{recorded}: {ended}");
         println!("{lost} lost after step {recorded}: resumed on {next} at step {step}");
         files.same_as(&reference, 60, next);
     }
