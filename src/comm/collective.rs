@@ -6,6 +6,7 @@ use super::algorithms::{self, Algorithm, Call, Operation, UnequalCollective};
 use super::device::chunk_pipeline::Level;
 use super::device::cuda_aware::CudaAware;
 use super::device::grouped_collective::{self, GroupedCollective};
+use super::device::host_chunks::HostChunks;
 use super::device::host_staged::PinnedStaging;
 use super::device::message_groups::CudaAwareGroups;
 use super::device::path::DeviceTransport;
@@ -20,6 +21,17 @@ use hpctrain_device::{CommBuffer, DeviceCollective, DeviceEvent, DeviceOperation
 pub struct CollectiveBuffer<'a> {
     pub memory: CommBuffer<'a>,
     pub element: Element,
+}
+
+/// How messages carry the memory of a collective.
+#[derive(Debug, Clone, Copy)]
+pub struct MessagePath {
+    /// The transport of device memory.
+    pub transport: DeviceTransport,
+    /// Words of a host-staged chunk.
+    pub slot: usize,
+    /// Whether host memory is sent in the chunks of device memory, which other ranks have.
+    pub is_mixed: bool,
 }
 
 /// Checks that a collective supports memory that has these elements, and returns it.
@@ -51,14 +63,13 @@ fn check_is_f32(call: Call, element: Element) -> Result<()> {
     }
 }
 
-/// Runs a collective on memory of the host or of a device. Device memory uses transport `path`, with
-/// host-staged chunks of `slot` words.
+/// Runs a collective on memory of the host or of a device.
 pub fn run(
     state: &mut CommThreadState,
     call: Call,
     group: &GroupRanks,
     CollectiveBuffer { memory, element }: CollectiveBuffer<'_>,
-    (path, slot): (DeviceTransport, usize),
+    MessagePath { transport: path, slot, is_mixed }: MessagePath,
 ) -> Result<()> {
     // The host orders the following work by waits.
     state.drain_device()?;
@@ -66,6 +77,9 @@ pub fn run(
         state;
     let transport = &mut **transport;
     match (memory, path) {
+        (CommBuffer::Host(memory), _) if is_mixed => {
+            HostChunks { words: slot }.collective(call, memory, transport, scratch, group)
+        }
         (CommBuffer::Host(memory), _) => {
             algorithms::run(call, &mut HostBuffer { memory, scratch }, transport, group)
         }
@@ -114,7 +128,7 @@ pub fn run_unequal(
     collective: &UnequalCollective,
     group: &GroupRanks,
     CollectiveBuffer { memory, element }: CollectiveBuffer<'_>,
-    (path, slot): (DeviceTransport, usize),
+    MessagePath { transport: path, slot, is_mixed }: MessagePath,
 ) -> Result<()> {
     if collective.terms.is_some() && element != Element::F32 {
         return Err(Error::internal("sums of unequal parts require f32 elements"));
@@ -125,6 +139,9 @@ pub fn run_unequal(
     let transport = &mut **transport;
     let collective = collective.in_words(element);
     match (memory, path) {
+        (CommBuffer::Host(memory), _) if is_mixed => {
+            HostChunks { words: slot }.unequal(&collective, memory, transport, scratch, group)
+        }
         (CommBuffer::Host(memory), _) => {
             collective.run(&mut HostBuffer { memory, scratch }, transport, group)
         }
@@ -176,7 +193,7 @@ impl DeviceSchedule {
         call: Call,
         group: &GroupRanks,
         CollectiveBuffer { memory, element }: CollectiveBuffer<'_>,
-        (path, slot): (DeviceTransport, usize),
+        MessagePath { transport: path, slot, .. }: MessagePath,
         ready: Option<Box<dyn DeviceEvent>>,
     ) -> Result<Arc<dyn DeviceOperation>> {
         let CommBuffer::Device(memory, copies) = memory else { return Err(on_host()) };

@@ -44,6 +44,8 @@ pub struct Comm<B: Backend> {
     pub(super) device: Option<Arc<LocalDevice<B>>>,
     /// Words of device memory in one host-staged chunk.
     pub(super) slot: usize,
+    /// Whether some ranks of the job have device memory and others have not.
+    pub(super) is_mixed: bool,
     backend: PhantomData<fn() -> B>,
 }
 
@@ -259,17 +261,36 @@ impl<B: Backend> Comm<B> {
             why: None,
             device: None,
             slot,
+            is_mixed: false,
             backend: PhantomData,
         }
     }
 
     /// Returns a handle to the same thread and world for buffers of another backend.
     pub fn on<C: Backend>(&self) -> Comm<C> {
-        let Self { inner, home, path, why, slot, device: _, backend: _ } = self;
-        let inner = inner.clone();
-        let home = home.clone();
-        let why = why.clone();
-        Comm { inner, home, path: *path, why, device: None, slot: *slot, backend: PhantomData }
+        let Self { inner, home, path, why, slot, is_mixed, device: _, backend: _ } = self;
+        Comm {
+            inner: inner.clone(),
+            home: home.clone(),
+            path: *path,
+            why: why.clone(),
+            device: None,
+            slot: *slot,
+            is_mixed: *is_mixed,
+            backend: PhantomData,
+        }
+    }
+
+    /// Returns a handle for a job in which some ranks have device memory and others have not: its
+    /// messages are host-staged, in the same chunks on all ranks. All ranks must call it.
+    #[must_use]
+    pub fn with_mixed_devices(&self) -> Self {
+        Self { is_mixed: true, ..self.with_transport(DeviceTransport::HostStaged) }
+    }
+
+    /// Returns true for a handle of [`Self::with_mixed_devices`].
+    pub fn is_mixed(&self) -> bool {
+        self.is_mixed
     }
 
     /// Returns a handle that knows the device of this rank.
@@ -507,6 +528,7 @@ impl<B: Backend> Comm<B> {
             why: None,
             device: None,
             slot: host_staged::WORDS,
+            is_mixed: false,
             backend: PhantomData,
         })
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::algorithms::{Algorithm, Call, Operation, UnequalCollective, bytes};
 use super::autotune::table::{AlgorithmTable, Route};
-use super::collective::{CollectiveBuffer, DeviceSchedule, operand, run, run_unequal};
+use super::collective::{CollectiveBuffer, DeviceSchedule, MessagePath, operand, run, run_unequal};
 use super::communicator::{Comm, WORLD};
 use super::device::grouped_collective::group_levels;
 use super::device::host_staged::PinnedStaging;
@@ -194,6 +194,11 @@ impl<B: Backend> Group<B> {
         pending.wait()
     }
 
+    /// Returns true if some ranks of the job have device memory and others have not.
+    pub fn is_mixed(&self) -> bool {
+        self.comm.is_mixed
+    }
+
     /// Returns the device transport, or `None` if the backend's memory is the host's.
     pub fn transport(&self) -> Option<DeviceTransport> {
         self.comm.device_transport()
@@ -304,7 +309,7 @@ impl<B: Backend> Group<B> {
         let bytes = Size::Same(collective.len * size_of::<f32>());
         let label = self.label(operation.name(), bytes, "direct");
         let members = self.members.clone();
-        let path = (self.comm.path, self.comm.slot);
+        let path = self.message_path(None);
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(CommRequest::run(move |state| {
             let done = state.after(ready).and_then(|()| {
@@ -358,7 +363,7 @@ impl<B: Backend> Group<B> {
     /// Sends a buffer, which is returned when it may be written again. The communication thread
     /// does not wait for the receiver before it serves the next request.
     pub fn send(&self, to: usize, buf: B::Buf) -> Pending<B::Buf> {
-        let ready = match self.check_peer(to).and_then(|()| B::record_event(&buf)) {
+        let ready = match self.check_message(to, &buf).and_then(|()| B::record_event(&buf)) {
             Ok(ready) => ready,
             Err(error) => return Pending::refused(error),
         };
@@ -393,7 +398,7 @@ impl<B: Backend> Group<B> {
     /// Receives a message of the buffer's length from rank `from`. The communication thread does
     /// not wait for it before it serves the next request.
     pub fn recv(&self, from: usize, buf: B::Buf) -> Pending<B::Buf> {
-        let ready = match self.check_peer(from).and_then(|()| B::record_event(&buf)) {
+        let ready = match self.check_message(from, &buf).and_then(|()| B::record_event(&buf)) {
             Ok(ready) => ready,
             Err(error) => return Pending::refused(error),
         };
@@ -610,7 +615,7 @@ impl<B: Backend> Group<B> {
             Label { root, ..self.label(operation.name(), Size::Same(bytes), algorithm.name()) };
         let call = Call { operation, algorithm, root: root.unwrap_or(0) };
         let members = self.members.clone();
-        let path = (transport.unwrap_or(self.comm.path), self.comm.slot);
+        let path = self.message_path(transport);
         let schedule =
             match self.comm.device_transport().map(|of_comm| transport.unwrap_or(of_comm)) {
                 Some(device) if device.orders_on_device() => {
@@ -648,11 +653,25 @@ impl<B: Backend> Group<B> {
         pending
     }
 
+    /// Returns how messages carry memory, by `transport` if it is given.
+    fn message_path(&self, transport: Option<DeviceTransport>) -> MessagePath {
+        let Comm { path, slot, is_mixed, .. } = self.comm;
+        MessagePath { transport: transport.unwrap_or(path), slot, is_mixed }
+    }
+
     fn label(&self, op: &'static str, size: Size, algorithm: &'static str) -> Label {
         Label { op, group: self.name, unit: self.unit.clone(), size, algorithm, root: None }
     }
 
-    fn check_peer(&self, peer: usize) -> Result<()> {
+    /// Checks a message to or from a rank.
+    fn check_message(&self, peer: usize, buf: &B::Buf) -> Result<()> {
+        let len = B::len(buf);
+        if self.comm.is_mixed && len > self.comm.slot {
+            // Device memory would go in several messages, and host memory in one.
+            return Err(Error::internal(format!(
+                "a message of {len} words between ranks with and without device memory"
+            )));
+        }
         if peer < self.size() && peer != self.rank() {
             return Ok(());
         }

@@ -129,10 +129,14 @@ fn check_sum(exact: bool, ranks: usize, got: &[f32], len: usize, range: Range<us
 }
 
 fn every_operation(group: &Group<Cpu>, algorithm: Algorithm) -> Result<()> {
+    every_operation_of(&LENGTHS, group, algorithm)
+}
+
+fn every_operation_of(lengths: &[usize], group: &Group<Cpu>, algorithm: Algorithm) -> Result<()> {
     let rank = group.rank();
     let size = group.size();
     let exact = group.algorithms(true).contains(&algorithm);
-    for len in LENGTHS {
+    for &len in lengths {
         let sum = group.all_reduce(buf(values(rank, len)), 0..len).wait()?;
         check_sum(exact, size, sum.as_slice(), len, 0..len);
 
@@ -379,6 +383,27 @@ fn unequal_terms_have_the_sum_of_the_tree() {
             unequal_sum(&comm.world(), ranks + 1, 1, 40_000)
         }) {
             assert!(matches!(result, Ok(Ok(()))), "{ranks} ranks: {result:?}");
+        }
+    }
+}
+
+/// Ranks without device memory exchange the chunks of ranks with it.
+#[test]
+fn host_memory_goes_in_chunks_beside_device_memory() {
+    for algorithm in [Algorithm::HalvingDoubling, Algorithm::Ring, Algorithm::ReduceToOne] {
+        for result in run(&[0, 0, 1, 1], algorithm, move |comm| -> Result<()> {
+            let short = &LENGTHS[..LENGTHS.len() - 1];
+            for (words, lengths) in [(7, short), (64, short), (50_000, &LENGTHS[..])] {
+                let mixed = comm.with_mixed_devices().with_staging_chunk(words);
+                every_operation_of(lengths, &mixed.world(), algorithm)?;
+                unequal_sum(&mixed.world(), 9, 2, 300)?;
+            }
+            let mixed = comm.with_mixed_devices().with_staging_chunk(7);
+            let long = mixed.world().send(mixed.rank() ^ 1, buf(&[0.0; 8])).wait().map(drop);
+            assert!(long.unwrap_err().to_string().contains("a message of 8 words"));
+            Ok(())
+        }) {
+            assert!(matches!(result, Ok(Ok(()))), "{algorithm}: {result:?}");
         }
     }
 }

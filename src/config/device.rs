@@ -16,6 +16,8 @@ pub enum DeviceChoice {
     Cuda,
     /// The GPUs of the node with these numbers, distributed among its ranks.
     CudaAt(Numbers),
+    /// A GPU for each rank while there are free ones on its node, the CPU for the others.
+    Mixed,
 }
 
 /// A set of GPU numbers below 64; at least one.
@@ -48,6 +50,7 @@ impl fmt::Display for DeviceChoice {
                     numbers.iter().map(|number| number.to_string()).collect();
                 write!(f, "cuda:{}", numbers.join(","))
             }
+            Self::Mixed => f.write_str("mixed"),
         }
     }
 }
@@ -60,10 +63,11 @@ impl FromStr for DeviceChoice {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda),
+            "mixed" => Ok(Self::Mixed),
             _ => match text.strip_prefix("cuda:").and_then(Numbers::read) {
                 Some(numbers) => Ok(Self::CudaAt(numbers)),
                 None => Err(format!(
-                    "`{text}` is not a device: use auto, cpu, cuda, or cuda:0,2 for some of several"
+                    "`{text}` is not a device: use auto, cpu, cuda, cuda:0,2 for some of several, or mixed"
                 )),
             },
         }

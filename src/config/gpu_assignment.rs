@@ -67,8 +67,29 @@ pub struct Gpu {
     needs_vendor: bool,
     /// The first host on which the launcher hides GPUs from ranks, if there is one.
     hiding_host: Option<String>,
-    /// The device of every rank, one line each.
+}
+
+/// The devices of the ranks of a job.
+#[derive(Clone)]
+pub struct Devices {
+    /// The GPU of this rank; `None` if it computes on the CPU.
+    pub gpu: Option<Gpu>,
+    /// Whether some ranks compute on GPUs and others on CPUs.
+    pub is_mixed: bool,
+    /// The device of every rank, one line each; none if all compute on CPUs.
     pub table: Vec<String>,
+}
+
+impl Devices {
+    /// Returns notes for the startup summary: what hidden GPUs, and different devices, cost.
+    pub fn notes(&self) -> Vec<String> {
+        let of_gpus = self.gpu.iter().flat_map(Gpu::notes);
+        let of_mixed = self.is_mixed.then(|| {
+            "CPUs and GPUs round differently: the bits of this run depend on which ranks have a GPU"
+                .to_string()
+        });
+        of_gpus.chain(of_mixed).collect()
+    }
 }
 
 impl Gpu {
@@ -206,16 +227,33 @@ pub fn check_cpu(config: &Config) -> Result<()> {
     gemms(config).check()
 }
 
-/// Assigns a GPU to each rank of `comm`; returns `None` if ranks compute on the CPU. Collective.
+/// Assigns a GPU to each rank of `comm`; returns `None` if ranks compute on the CPU.
+/// `run.device = mixed`, which is for training, counts as `auto`. Collective.
+///
+/// # Errors
+/// Returns an error in the same cases as [`assign_devices`].
+pub fn assign_gpus<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>> {
+    let choice = match config.run.device {
+        DeviceChoice::Mixed => DeviceChoice::Auto,
+        other => other,
+    };
+    Ok(assign_as(comm, config, choice)?.gpu)
+}
+
+/// Assigns a device to each rank of `comm`. Collective.
 ///
 /// # Errors
 /// Returns an error if `run.device` asks for GPUs that are not there, if there are fewer than
 /// the ranks or `comm.transport` need, or if `device.memory` exceeds the memory of a GPU.
-pub fn assign_gpus<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>> {
-    let choice = config.run.device;
+pub fn assign_devices<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Devices> {
+    assign_as(comm, config, config.run.device)
+}
+
+fn assign_as<B: Backend>(comm: &Comm<B>, config: &Config, choice: DeviceChoice) -> Result<Devices> {
     let world = comm.world();
+    let only_cpus = Devices { gpu: None, is_mixed: false, table: vec![] };
     if choice == DeviceChoice::Cpu {
-        return Ok(None);
+        return Ok(only_cpus);
     }
     let topology = Topology::gather(&world, comm.node().host)?;
     let mut opened = Vec::new();
@@ -226,18 +264,25 @@ pub fn assign_gpus<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option
     let views = views.collect::<Result<Vec<View>, _>>();
     let views = views
         .map_err(|e| Error::comm(format!("another rank sent a malformed list of GPUs: {e}")))?;
-    let Some(chosen) = assign(choice, &views, &topology.hosts(), config.device.ranks_per_gpu)?
-    else {
-        return Ok(None);
-    };
-    let seen = |rank: usize| -> &Seen { &views[rank].as_deref().unwrap_or(&[])[chosen[rank]] };
+    let chosen = assign(choice, &views, &topology.hosts(), config.device.ranks_per_gpu)?;
+    // The ranks with a GPU.
+    let with_gpu: Vec<usize> = (0..chosen.len()).filter(|rank| chosen[*rank].is_some()).collect();
+    if with_gpu.is_empty() {
+        return Ok(only_cpus);
+    }
+    let is_mixed = with_gpu.len() < chosen.len();
+    let seen = |rank: usize| -> Option<&Seen> { views[rank].as_deref().ok()?.get(chosen[rank]?) };
     let sharers = |rank: usize| -> Vec<usize> {
-        let others = (0..chosen.len()).filter(|&other| topology.host(other) == topology.host(rank));
-        others.filter(|&other| seen(other).id == seen(rank).id).collect()
+        let others = with_gpu.iter().copied();
+        let others = others.filter(|&other| topology.host(other) == topology.host(rank));
+        let id = |rank| seen(rank).map(|seen| &seen.id);
+        others.filter(|&other| id(other) == id(rank)).collect()
     };
-    let shared = (0..chosen.len()).map(sharers).find(|ranks| ranks.len() > 1);
-    if let (TransportChoice::Nccl, Some(ranks)) = (config.comm.transport, shared) {
-        let (Seen { name, pci, .. }, host) = (seen(ranks[0]), topology.host(ranks[0]));
+    let shared = with_gpu.iter().map(|&rank| sharers(rank)).find(|ranks| ranks.len() > 1);
+    if let (TransportChoice::Nccl, Some(ranks)) = (config.comm.transport, shared)
+        && let Some(Seen { name, pci, .. }) = seen(ranks[0])
+    {
+        let host = topology.host(ranks[0]);
         let ranks: Vec<_> = ranks.iter().map(usize::to_string).collect();
         let message = format!("ranks {} on {host} share {name} at {pci}", ranks.join(", "));
         return Err(Error::input(format!(
@@ -246,9 +291,11 @@ pub fn assign_gpus<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option
         .hint("set comm.transport=host-staged, or start fewer ranks")
         .shared());
     }
-    let memory = |rank: usize| share(&config.device, seen(rank).memory, sharers(rank).len());
-    for rank in 0..chosen.len() {
-        let Seen { name, pci, memory: whole, .. } = seen(rank);
+    let memory = |rank: usize| {
+        seen(rank).map_or(0, |seen| share(&config.device, seen.memory, sharers(rank).len()))
+    };
+    for &rank in &with_gpu {
+        let Some(Seen { name, pci, memory: whole, .. }) = seen(rank) else { continue };
         let all = memory(rank).saturating_mul(sharers(rank).len());
         if all > *whole {
             let host = topology.host(rank);
@@ -267,14 +314,21 @@ pub fn assign_gpus<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option
     let grows = config.device.memory == DeviceMemory::Grow;
     let includes_nccl = grows || matches!(config.device.memory, DeviceMemory::Fraction(_));
     let table = (0..chosen.len())
-        .map(|rank| line(&topology, rank, seen(rank), memory(rank), grows))
+        .map(|rank| match seen(rank) {
+            Some(gpu) => line(&topology, rank, gpu, memory(rank), grows),
+            None => {
+                let host = topology.host(rank);
+                format!("rank {rank} on {host}: CPU, cores {}", topology.cores(rank))
+            }
+        })
         .collect();
     let rank = world.rank();
-    let device = opened.swap_remove(chosen[rank]);
+    let Some(number) = chosen[rank] else { return Ok(Devices { gpu: None, is_mixed, table }) };
+    let device = opened.swap_remove(number);
     let hosts = topology.hosts();
     let is_isolated = (0..views.len())
         .any(|other| hosts[other] == hosts[rank] && ids(&views[other]) != ids(&views[rank]));
-    Ok(Some(Gpu {
+    let gpu = Gpu {
         device,
         memory: memory(rank),
         grows,
@@ -282,9 +336,9 @@ pub fn assign_gpus<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option
         sharers: sharers(rank).len(),
         is_isolated,
         needs_vendor: config.comm.algorithm == AlgorithmChoice::Vendor,
-        hiding_host: hiding_host(&views, &hosts),
-        table,
-    }))
+        hiding_host: if is_mixed { None } else { hiding_host(&views, &hosts) },
+    };
+    Ok(Devices { gpu: Some(gpu), is_mixed, table })
 }
 
 /// Returns the identities of the GPUs that a rank sees.
@@ -349,16 +403,17 @@ pub fn near_cores(pci: &str) -> Option<BTreeSet<usize>> {
     parse_list(std::fs::read_to_string(path).ok()?.trim())
 }
 
-/// Returns the number of each rank's GPU among those it sees; `None` if all compute on the CPU.
+/// Returns the number of each rank's GPU among those it sees; `None` if it computes on the CPU.
 fn assign(
     choice: DeviceChoice,
     views: &[View],
     hosts: &[String],
     ranks_per_gpu: usize,
-) -> Result<Option<Vec<usize>>> {
+) -> Result<Vec<Option<usize>>> {
+    let is_mixed = choice == DeviceChoice::Mixed;
     let any_sees = views.iter().any(|view| view.as_ref().is_ok_and(|seen| !seen.is_empty()));
     if choice == DeviceChoice::Auto && !any_sees {
-        return Ok(None);
+        return Ok(vec![None; views.len()]);
     }
     let mut users: HashMap<(&str, &str), usize> = HashMap::new();
     let mut chosen = Vec::with_capacity(views.len());
@@ -367,6 +422,14 @@ fn assign(
             no_gpu(&format!("run.device = {choice}: rank {rank} on {host}"), why, any_sees)
         };
         let seen = match view {
+            Ok(seen) if seen.is_empty() && is_mixed => {
+                chosen.push(None);
+                continue;
+            }
+            Err(_) if is_mixed => {
+                chosen.push(None);
+                continue;
+            }
             Ok(seen) if seen.is_empty() => return Err(none("it sees none")),
             Ok(seen) => seen,
             Err(why) => return Err(none(why)),
@@ -387,6 +450,10 @@ fn assign(
         // Prefers the least used GPU, then one near the cores, then the first.
         let least = among.iter().min_by_key(|&&number| (load(number), !seen[number].is_near));
         let number = least.copied().unwrap_or(0);
+        if load(number) == ranks_per_gpu && is_mixed {
+            chosen.push(None);
+            continue;
+        }
         if load(number) == ranks_per_gpu {
             let ranks = hosts.iter().filter(|other| *other == host).count();
             let wanted = ranks.div_ceil(among.len());
@@ -397,14 +464,14 @@ fn assign(
             return Err(Error::input(message).hint(hint).shared());
         }
         *users.entry((host.as_str(), seen[number].id.as_str())).or_default() += 1;
-        chosen.push(number);
+        chosen.push(Some(number));
     }
-    Ok(Some(chosen))
+    Ok(chosen)
 }
 
 /// Returns the error of a rank without a GPU; `any_sees` is whether any rank sees one.
 fn no_gpu(rank: &str, why: &str, any_sees: bool) -> Error {
-    let hint = "set run.device=cpu to train without GPUs, or let ranks without a GPU hold the parameters: --servers N";
+    let hint = "set run.device=cpu to train without GPUs, or run.device=mixed to let ranks without a GPU compute on the CPU";
     let (why, own) = why.split_once("\nhint: ").unwrap_or((why, hint));
     // If others see GPUs, ranks without one may be servers.
     let hint = if any_sees { hint } else { own };
@@ -450,7 +517,7 @@ mod tests {
         choice: DeviceChoice,
         views: &[View],
         per_gpu: usize,
-    ) -> Result<Option<Vec<usize>>, String> {
+    ) -> Result<Vec<Option<usize>>, String> {
         assign(choice, views, &vec!["n".to_string(); views.len()], per_gpu)
             .map_err(|e| e.to_string())
     }
@@ -459,12 +526,12 @@ mod tests {
     fn each_rank_takes_one_that_is_near() {
         let both = gpus(&[("a", false), ("b", true)]);
         let auto = DeviceChoice::Auto;
-        assert_eq!(shared(auto, &[both.clone(), both.clone()], 1), Ok(Some(vec![1, 0])));
-        assert_eq!(shared(auto, &vec![both.clone(); 4], 2), Ok(Some(vec![1, 0, 1, 0])));
+        assert_eq!(shared(auto, &[both.clone(), both.clone()], 1), Ok(vec![Some(1), Some(0)]));
+        assert_eq!(shared(auto, &vec![both.clone(); 4], 2), Ok([1, 0, 1, 0].map(Some).to_vec()));
         // Bound by the batch system: every rank sees its own as the first.
         assert_eq!(
             shared(auto, &[gpus(&[("a", true)]), gpus(&[("b", true)])], 1),
-            Ok(Some(vec![0, 0]))
+            Ok(vec![Some(0); 2])
         );
     }
 
@@ -472,11 +539,11 @@ mod tests {
     fn a_choice_of_several_gpus_is_assigned() {
         let three = gpus(&[("a", true), ("b", true), ("c", true)]);
         let some: DeviceChoice = "cuda:0,2".parse().unwrap();
-        assert_eq!(shared(some, &vec![three.clone(); 2], 1), Ok(Some(vec![0, 2])));
-        assert_eq!(shared(some, &vec![three.clone(); 4], 2), Ok(Some(vec![0, 2, 0, 2])));
+        assert_eq!(shared(some, &vec![three.clone(); 2], 1), Ok(vec![Some(0), Some(2)]));
+        assert_eq!(shared(some, &vec![three.clone(); 4], 2), Ok([0, 2, 0, 2].map(Some).to_vec()));
         assert_eq!(
             shared("cuda:1".parse().unwrap(), &vec![three.clone(); 2], 2),
-            Ok(Some(vec![1, 1]))
+            Ok(vec![Some(1); 2])
         );
         let error = shared(some, &vec![three; 3], 1).unwrap_err();
         assert!(
@@ -519,7 +586,20 @@ mod tests {
         let one = gpus(&[("a", true)]);
         let hosts = ["m", "m", "n"].map(String::from);
         let chosen = assign(DeviceChoice::Auto, &[two.clone(), two, one], &hosts, 1);
-        assert_eq!(chosen.map_err(|e| e.to_string()), Ok(Some(vec![0, 1, 0])));
+        assert_eq!(chosen.map_err(|e| e.to_string()), Ok([0, 1, 0].map(Some).to_vec()));
+    }
+
+    #[test]
+    fn ranks_without_a_free_gpu_compute_on_the_cpu() {
+        let one = gpus(&[("a", true)]);
+        let none: View = Err("no CUDA driver".into());
+        let mixed = |views: &[View], per_gpu| shared(DeviceChoice::Mixed, views, per_gpu);
+        let three = [one.clone(), one.clone(), one];
+        assert_eq!(mixed(&three, 1), Ok(vec![Some(0), None, None]));
+        assert_eq!(mixed(&three, 2), Ok(vec![Some(0), Some(0), None]));
+        let some = [none.clone(), three[0].clone(), Ok(vec![])];
+        assert_eq!(mixed(&some, 1), Ok(vec![None, Some(0), None]));
+        assert_eq!(mixed(&[none.clone(), none], 1), Ok(vec![None; 2]));
     }
 
     #[test]
@@ -552,7 +632,7 @@ mod tests {
     #[test]
     fn missing_gpus_are_an_error_unless_the_choice_is_auto() {
         let none: View = Err("no CUDA driver\nhint: do without".into());
-        assert_eq!(shared(DeviceChoice::Auto, &[none.clone(), none.clone()], 1), Ok(None));
+        assert_eq!(shared(DeviceChoice::Auto, &[none.clone(), none.clone()], 1), Ok(vec![None; 2]));
         let error = shared(DeviceChoice::Cuda, std::slice::from_ref(&none), 1).unwrap_err();
         assert!(
             error.contains("rank 0 on n has no GPU: no CUDA driver\nhint: do without"),
@@ -560,7 +640,7 @@ mod tests {
         );
         let error = shared(DeviceChoice::Auto, &[gpus(&[("a", true)]), none], 1).unwrap_err();
         assert!(
-            error.contains("rank 1 on n has no GPU") && error.contains("--servers N"),
+            error.contains("rank 1 on n has no GPU") && error.contains("run.device=mixed"),
             "{error}"
         );
         let error =

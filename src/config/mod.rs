@@ -21,6 +21,7 @@ mod load;
 mod local_launcher;
 mod lr_by_batch;
 mod memory_checkpoint;
+mod mixed_devices;
 mod network;
 mod or_auto;
 mod paths;

@@ -11,12 +11,14 @@ use super::layout::{
     batch, local_sgd, loss_chunk_tokens, mesh, stages, virtual_ranks, virtual_tensor_ranks,
 };
 use super::memory_checkpoint;
+use super::mixed_devices;
 use super::network::{loss, network};
 use super::range::out_of_range;
 use super::work_shares::{self, WorkShares};
 use super::{
-    Compute, Config, DataOrder, EmbeddingPlacement, LayerList, LayoutMode, LrByBatch, MessageDtype,
-    ModelKind, Optimizer, OptimizerKind, Parallel, ReduceChoice, Scaling, TableUpdates,
+    Compute, Config, DataOrder, DeviceChoice, EmbeddingPlacement, LayerList, LayoutMode, LrByBatch,
+    MessageDtype, ModelKind, Optimizer, OptimizerKind, Parallel, ReduceChoice, Scaling,
+    TableUpdates,
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::part;
@@ -43,7 +45,7 @@ pub struct Environment {
     pub threads: usize,
     /// The number of token ids in the data, if the data records it.
     pub vocabulary: Option<usize>,
-    /// Whether ranks compute on GPUs.
+    /// Whether all ranks compute on GPUs.
     pub on_gpu: bool,
 }
 
@@ -357,6 +359,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
     epochs::check(&config)?;
     check_ranges(&config)?;
     let mesh = mesh(&config, environment.ranks)?;
+    mixed_devices::check(&config, &mesh)?;
     let averaging = local_sgd(&config, &mesh)?;
     let replicas = averaging.map_or(mesh.replica, |averaging| averaging.replicas);
     let (virtual_ranks, reduce_after) = virtual_ranks(&config, replicas, &mesh)?;
@@ -529,8 +532,10 @@ fn resolved_dtype(config: &Config, on_gpu: bool) -> Result<Compute> {
     match (config.precision.dtype, on_gpu) {
         (Compute::Auto, true) => Ok(Compute::Bf16),
         (Compute::Auto, false) => Ok(Compute::F32),
-        (Compute::Tf32, false) => Err(Error::input("precision.dtype = tf32 is for GPUs")
-            .hint("leave it out, or run on a node with a GPU")),
+        (Compute::Tf32, false) if config.run.device != DeviceChoice::Mixed => {
+            Err(Error::input("precision.dtype = tf32 is for GPUs")
+                .hint("leave it out, or run on a node with a GPU"))
+        }
         (compute, _) => Ok(compute),
     }
 }

@@ -147,8 +147,9 @@ sections! {
         /// Seed of all random streams: initial weights, sample order, dropout.
         seed: u64 = 1337,
         /// Device that ranks compute on: `cpu`, `cuda` (the GPUs of the node, one per rank),
-        /// `cuda:0,2` (only these GPUs of the node), or `auto` (GPUs if there are any, else the
-        /// CPU).
+        /// `cuda:0,2` (only these GPUs of the node), `auto` (GPUs if there are any, else the
+        /// CPU), or `mixed` (GPUs for as many ranks of a node as it has GPUs, the CPU for the
+        /// others, in one data-parallel job).
         device: DeviceChoice = DeviceChoice::Auto,
         /// Compute threads per rank. Default: the cores that the rank may use, divided among the
         /// ranks that share them, at most the CPU quota of its control group (cgroup).

@@ -24,7 +24,7 @@ use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Group};
 use crate::config::{Config, DeviceChoice};
 use crate::error::{Error, Kind, Result};
-use crate::gpu_assignment::{COST_OF_HIDDEN_GPUS, SHOW_ALL_GPUS, assign_gpus};
+use crate::gpu_assignment::{COST_OF_HIDDEN_GPUS, SHOW_ALL_GPUS, assign_devices};
 use crate::topology::Topology;
 
 use probe::Probe;
@@ -159,15 +159,15 @@ pub fn run(comm: &Comm<Cpu>, request: &DoctorOptions) -> Result<DoctorReport> {
     let greetings = gather(&world, &greeting)?;
 
     let mut messages = mpi::checks(comm, request.launcher);
-    let mut gpu = None;
+    let mut assigned = None;
     // The checks in child processes have shown that this process will not crash here.
     if greetings.iter().all(|rank| rank.gpus_work) {
         let mut config = Config::default();
         if request.requires_gpus {
             config.run.device = DeviceChoice::Cuda;
         }
-        match assign_gpus(comm, &config) {
-            Ok(placed) => gpu = placed,
+        match assign_devices(comm, &config) {
+            Ok(devices) => assigned = Some(devices),
             Err(error) if error.is_shared() => {
                 let finding = Finding::from(Err(error));
                 let finding =
@@ -177,8 +177,10 @@ pub fn run(comm: &Comm<Cpu>, request: &DoctorOptions) -> Result<DoctorReport> {
             Err(error) => return Err(error),
         }
     }
+    let table = assigned.as_ref().map_or(String::new(), |devices| devices.table.join("\n"));
+    let gpu = assigned.and_then(|devices| devices.gpu);
     if let Some(gpu) = &gpu {
-        messages.push(Finding::ok(gpu.table.join("\n")).named("gpu of each rank"));
+        messages.push(Finding::ok(table).named("gpu of each rank"));
         if gpu.is_isolated() && gpu.hiding_host().is_some() {
             messages.push(bound_to_gpus().named("visible gpus"));
         }

@@ -217,7 +217,11 @@ impl Key {
             storage: plan.config.parallel.storage,
             library: comm.library().to_string(),
             shared_memory: comm.shares_memory(),
-            path: comm.device_transport(),
+            path: if comm.is_mixed() {
+                Some(DeviceTransport::HostStaged)
+            } else {
+                comm.device_transport()
+            },
             reproducible: plan.config.comm.deterministic,
             largest: sizes.max().unwrap_or(0) * size_of::<f32>(),
             way: RULE_VERSION,

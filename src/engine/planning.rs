@@ -8,7 +8,7 @@ use super::splits::check_sizes;
 use hpctrain_base::error::Result;
 use hpctrain_comm::{Comm, Group};
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, Environment, ResolvedConfig, resolve};
+use hpctrain_config::{Config, DeviceChoice, Environment, ResolvedConfig, resolve};
 use hpctrain_data::{ExcludedSamples, Source};
 use hpctrain_device::Kernels;
 
@@ -32,7 +32,8 @@ pub fn plan<B: Kernels>(
         None => Topology::gather(&world, comm.node().host)?.threads(),
     };
     let vocabulary = Some(train.vocabulary()).filter(|ids| *ids > 0);
-    let facts = Environment { ranks: world.size(), threads, vocabulary, on_gpu: !B::ON_HOST };
+    let on_gpu = !B::ON_HOST && config.run.device != DeviceChoice::Mixed;
+    let facts = Environment { ranks: world.size(), threads, vocabulary, on_gpu };
     let excluded = read_excluded(&world, &config, train)?;
     world.all_ok(plan_without(config, &facts, train, excluded))
 }

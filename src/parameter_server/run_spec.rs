@@ -394,6 +394,7 @@ fn check(config: &Config) -> Result<()> {
         ("parallel.layout = auto", parallel.layout == hpctrain_config::LayoutMode::Auto),
         ("offload.optimizer", config.offload.optimizer),
         ("model.place.tables = host", config.model.place.tables == EmbeddingPlacement::Host),
+        ("run.device = mixed", config.run.device == hpctrain_config::DeviceChoice::Mixed),
         ("parallel.work_shares", parallel.work_shares != WorkShares::Equal),
         ("parallel.tables", parallel.tables != TableShardingChoice::Auto),
         ("offload.params", config.offload.params),

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use crate::comm;
-use crate::config::{Config, LayerList, MessageDtype, ResolvedConfig};
+use crate::config::{Config, DeviceChoice, LayerList, MessageDtype, ResolvedConfig};
 use crate::nn::layers::Layer;
 use crate::parallel::ReduceAfter;
 use crate::run_dir::differences;
@@ -114,7 +114,7 @@ fn tree_of(of_run: &ResolvedConfig, what: &str, row: &LayoutRow) -> Option<Strin
 
 /// Returns the conditions that the plan of a start does not meet.
 fn unmet_by_run(plan: &ResolvedConfig, of_run: &ResolvedConfig) -> Vec<String> {
-    let Config { comm: messages, device, .. } = &plan.config;
+    let Config { comm: messages, device, run, .. } = &plan.config;
     let mut found = Vec::new();
     found.extend(tree_of(of_run, "the run", &layout(plan)));
     if plan.mesh.ranks() > 1 {
@@ -130,6 +130,9 @@ fn unmet_by_run(plan: &ResolvedConfig, of_run: &ResolvedConfig) -> Vec<String> {
                 "comm.dtype = bf16 rounds gradients at points that depend on the layout".into(),
             );
         }
+    }
+    if run.device == DeviceChoice::Mixed {
+        found.push("run.device = mixed computed on CPUs and GPUs, which round differently".into());
     }
     if device.matmul_autotune {
         found.push("device.matmul_autotune = true chooses GEMM algorithms by a measurement".into());

@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
-use super::run::{Customization, RankGpu, TrainRequest, bytes_before, train_on};
+use super::run::{Customization, DeviceTable, RankGpu, TrainRequest, bytes_before, train_on};
 use crate::planner::{SearchEnvironment, search_layouts_here};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_comm::Comm;
-use hpctrain_config::gpu_assignment::{assign_gpus, check_cpu, open_cpu};
+use hpctrain_config::gpu_assignment::{Devices, assign_devices, check_cpu, open_cpu};
 use hpctrain_config::telemetry::say;
 use hpctrain_config::{LayoutMode, ResolvedConfig};
 use hpctrain_cpu::Cpu;
@@ -32,9 +32,16 @@ pub fn train(
     let vocabulary =
         custom.data.as_ref().map(|splits| splits.train.vocabulary()).filter(|ids| *ids > 0);
     let threads = request.threads;
-    match assign_gpus(comm, &request.config)? {
+    let devices = assign_devices(comm, &request.config)?;
+    let notes = devices.notes();
+    let Devices { gpu, is_mixed, table } = devices;
+    let comm = &if is_mixed { comm.with_mixed_devices() } else { comm.clone() };
+    if gpu.is_none() || is_mixed {
+        comm.world().all_ok(check_cpu(&request.config))?;
+    }
+    let request = &TrainRequest { devices: DeviceTable { ranks: table, notes }, ..request.clone() };
+    match gpu {
         None => {
-            comm.world().all_ok(check_cpu(&request.config))?;
             let backend = open_cpu;
             let here =
                 SearchEnvironment { comm, backend, gpu: None, threads, vocabulary, replaced: 0 };
@@ -47,8 +54,6 @@ pub fn train(
             let place = RankGpu {
                 includes_nccl: gpu.includes_nccl,
                 memory: gpu.memory,
-                table: gpu.table.clone(),
-                notes: gpu.notes(),
                 id: gpu.device().id.clone(),
                 sharers: gpu.sharers,
             };

@@ -28,6 +28,6 @@ pub use hooks::{Hook, Hooks, Outcome};
 pub use io_retry::{IoFailureTolerance, is_outage};
 pub use records::{Records, record_start};
 pub use run::fresh_id;
-pub use run::{Customization, RankGpu, TrainRequest, train_on};
+pub use run::{Customization, DeviceTable, RankGpu, TrainRequest, train_on};
 pub use stop_requests::StopRequests;
 pub use time_limit::TimeLimit;

@@ -11,6 +11,7 @@ mod layouts;
 mod matmul_autotune;
 mod memory;
 mod memory_checkpoints;
+mod mixed_devices;
 mod nvrtc;
 mod offload;
 mod ordered_sums;

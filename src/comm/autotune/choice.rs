@@ -105,7 +105,8 @@ pub fn measure<B: Backend>(
     for (&operation, routes) in operations.iter().zip(&measurable) {
         connect(group, backend, operation, routes)?;
     }
-    let budget = if B::ON_HOST { BUDGET } else { DEVICE_BUDGET };
+    // The same on all ranks, also where some have device memory and others have not.
+    let budget = if B::ON_HOST || group.is_mixed() { BUDGET } else { DEVICE_BUDGET };
     let start = Instant::now();
     let mut measured = vec![Vec::new(); operations.len()];
     let mut before = 0.0;

@@ -111,10 +111,11 @@ impl Drop for SlotGuard {
 
 /// The part of a buffer that goes through one slot: ranges of words, in the order of the slot.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Chunk(Vec<Range<usize>>);
+pub(super) struct Chunk(pub Vec<Range<usize>>);
 
 impl Chunk {
-    fn words(&self) -> usize {
+    /// Returns the number of words.
+    pub fn words(&self) -> usize {
         self.0.iter().map(Range::len).sum()
     }
 
@@ -150,7 +151,7 @@ fn consecutive(words: usize, slot: usize) -> Vec<Chunk> {
 }
 
 /// Returns the chunks of a collective on `words` words.
-fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
+pub(super) fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
     match (call.operation, call.algorithm) {
         (Operation::ReduceScatter | Operation::AllGather, _) => {
             windows(vec![algorithms::Shares::even(&(0..words), ranks)], ranks, slot)
@@ -243,9 +244,8 @@ impl PinnedStaging<'_> {
     ) -> Result<()> {
         let rank = group.rank;
         let ranks = group.size();
-        let words = self.words.max(ranks * collective.terms_of(rank));
         let (chunks, windows): (Vec<_>, Vec<_>) = collective
-            .windows(rank, words)
+            .windows(rank, self.words)
             .into_iter()
             .map(|(ranges, window)| (Chunk(ranges), window))
             .unzip();

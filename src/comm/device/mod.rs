@@ -29,6 +29,7 @@ pub(super) mod comms;
 pub(super) mod cuda_aware;
 pub(super) mod device_queue;
 pub(super) mod grouped_collective;
+pub(super) mod host_chunks;
 pub(super) mod host_staged;
 pub(super) mod local_device;
 pub(super) mod message_groups;

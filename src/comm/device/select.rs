@@ -75,6 +75,18 @@ impl<B: Backend> Comm<B> {
         setting: TransportChoice,
         prove: impl FnOnce() -> Result<()>,
     ) -> Result<Self> {
+        if self.is_mixed {
+            return match setting {
+                TransportChoice::Auto | TransportChoice::HostStaged => Ok(self.clone()),
+                TransportChoice::CudaAware | TransportChoice::CudaIpc | TransportChoice::Nccl => {
+                    Err(Error::input(format!(
+                        "comm.transport = {setting} requires a GPU for every rank, and some compute on the CPU"
+                    ))
+                    .hint("set comm.transport=host-staged, or leave it out")
+                    .shared())
+                }
+            };
+        }
         if B::ON_HOST {
             return match setting {
                 TransportChoice::Auto => Ok(self.clone()),

@@ -26,10 +26,10 @@ pub struct StartupFacts<'a> {
     pub spare_cores: bool,
     /// The transport of messages: the MPI library, threads, or none.
     pub library: &'a str,
-    /// The GPU of every rank, one line each; empty on CPUs.
-    pub gpus: &'a [String],
-    /// Notes about the GPUs, one line each.
-    pub gpu_notes: &'a [String],
+    /// The device of every rank, one line each; empty if all compute on CPUs.
+    pub devices: &'a [String],
+    /// Notes about them, one line each.
+    pub device_notes: &'a [String],
     /// Whether the ranks are numbered by node and not by the launcher.
     pub is_renumbered: bool,
     /// Whether ranks of a node communicate through shared memory.
@@ -225,16 +225,17 @@ pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> Strin
         let why = "the launcher placed consecutive ranks on different nodes (round robin)";
         line("", format!("ranks are renumbered by node: {why}"));
     }
-    for gpu in facts.gpus.iter().take(MAX_LISTED_RANKS) {
-        line("gpu", gpu.clone());
+    for device in facts.devices.iter().take(MAX_LISTED_RANKS) {
+        line("device", device.clone());
     }
-    if facts.gpus.len() > MAX_LISTED_RANKS {
-        line("", format!("and {} more ranks", facts.gpus.len() - MAX_LISTED_RANKS));
+    if facts.devices.len() > MAX_LISTED_RANKS {
+        line("", format!("and {} more ranks", facts.devices.len() - MAX_LISTED_RANKS));
     }
-    for note in facts.gpu_notes {
+    for note in facts.device_notes {
         line("", note.clone());
     }
     if facts.memory.gpu.is_none()
+        && facts.devices.is_empty()
         && let Some(note) = keys_without_effect(&plan.config)
     {
         line("warning", note);
@@ -418,8 +419,8 @@ mod tests {
             quota: None,
             spare_cores: false,
             library: "",
-            gpus: &[],
-            gpu_notes: &[],
+            devices: &[],
+            device_notes: &[],
             is_renumbered: false,
             shares_memory: false,
             transport: None,

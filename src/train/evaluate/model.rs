@@ -6,8 +6,8 @@ use hpctrain_base::error::Result;
 use hpctrain_checkpoint::Reader;
 use hpctrain_comm::{Comm, Group};
 use hpctrain_config::{
-    Config, Environment, MessageDtype, ModelKind, Parallel, ReduceChoice, ResolvedConfig, overlay,
-    resolve,
+    Config, DeviceChoice, Environment, MessageDtype, ModelKind, Parallel, ReduceChoice,
+    ResolvedConfig, overlay, resolve,
 };
 use hpctrain_device::Kernels;
 use hpctrain_engine::{Model, with_host_embedding};
@@ -21,7 +21,11 @@ use hpctrain_parallel::{Groups, Sharded, Zero};
 /// Returns an error if a key of `overrides` is unknown or its value is invalid.
 pub fn config(trained: &Config, overrides: &[String]) -> Result<Config> {
     let parallel = Parallel { zero: Zero::Three, ..Parallel::default() };
-    overlay(&Config { parallel, ..trained.clone() }, overrides)
+    let mut trained = Config { parallel, ..trained.clone() };
+    if trained.run.device == DeviceChoice::Mixed {
+        trained.run.device = DeviceChoice::Auto;
+    }
+    overlay(&trained, overrides)
 }
 
 /// Returns the configuration of a checkpoint with `overrides`, and with the data at `data` instead

@@ -9,7 +9,9 @@ use hpctrain_checkpoint::memory::foreign_ranks;
 use hpctrain_comm::Comm;
 use hpctrain_config::telemetry::startup_summary::Estimate;
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, Environment, Interval, ModelKind, ResolvedConfig, resolve};
+use hpctrain_config::{
+    Config, DeviceChoice, Environment, Interval, ModelKind, ResolvedConfig, resolve,
+};
 use hpctrain_cpu::Cpu;
 use hpctrain_cuda::Cuda;
 use hpctrain_device::{Kernels, MemoryKind, format_bytes};
@@ -99,6 +101,12 @@ pub fn search_layouts<R: Rates>(
             "parallel.storage = central is a layout of its own, which has no alternatives to search",
         )
         .hint("search without it"));
+    }
+    if config.run.device == DeviceChoice::Mixed {
+        return Err(Error::input(
+            "run.device = mixed, but layouts are compared on devices of one kind",
+        )
+        .hint("set the keys of the layout: parallel.zero=1, or parallel.storage=central"));
     }
     let need = |plan: &ResolvedConfig| worst_estimate(plan, facts.on_gpu, held);
     let (legal, refused) = layouts(config, facts, per_node);

@@ -71,6 +71,8 @@ pub struct TrainRequest {
     pub threads: Option<usize>,
     /// The GPU of this rank, if ranks compute on GPUs.
     pub gpu: Option<RankGpu>,
+    /// The devices of all ranks.
+    pub devices: DeviceTable,
     /// The part of this process in an elastic job.
     pub elastic: Option<ElasticJob>,
 }
@@ -91,6 +93,7 @@ impl TrainRequest {
             profile: false,
             threads: None,
             gpu: None,
+            devices: DeviceTable::default(),
             elastic: None,
         }
     }
@@ -132,14 +135,19 @@ pub struct RankGpu {
     pub memory: usize,
     /// Whether NCCL's buffers count as a part of `memory`.
     pub includes_nccl: bool,
-    /// The assignment of ranks to GPUs, one line each.
-    pub table: Vec<String>,
-    /// Notes about it for the startup summary, one line each.
-    pub notes: Vec<String>,
     /// Identifier of this rank's GPU among all GPUs of its node.
     pub id: String,
     /// The number of ranks that share the GPU.
     pub sharers: usize,
+}
+
+/// The devices of the ranks of a job, for the startup summary.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DeviceTable {
+    /// The device of each rank, one line each; none if all compute on CPUs.
+    pub ranks: Vec<String>,
+    /// Notes about them, one line each.
+    pub notes: Vec<String>,
 }
 
 impl RankGpu {

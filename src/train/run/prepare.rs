@@ -26,7 +26,7 @@ use hpctrain_checkpoint::run_dir::{
     Branch, RestoreOptions, RestoreScope, Resume, Resumed, RunDirectory, resume,
 };
 use hpctrain_checkpoint::{Checkpoints, Manifest, Origin, SaveContext, Saver};
-use hpctrain_comm::{self as comm, Comm, Group};
+use hpctrain_comm::{self as comm, Comm, DeviceTransport, Group};
 use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::goodput::Pauses;
@@ -349,11 +349,14 @@ impl<'h, B: Kernels> Run<'h, B> {
                 quota: topology.here().quota.map(|quota| quota.to_string()),
                 spare_cores: topology.has_spare_cores(),
                 library: comm.library(),
-                gpus: request.gpu.as_ref().map_or(&[], |gpu| &gpu.table),
-                gpu_notes: request.gpu.as_ref().map_or(&[], |gpu| &gpu.notes),
+                devices: &request.devices.ranks,
+                device_notes: &request.devices.notes,
                 is_renumbered: comm.is_renumbered(),
                 shares_memory: comm.shares_memory(),
-                transport: comm.device_transport().filter(|_| world.size() > 1),
+                transport: match comm.is_mixed() {
+                    true => Some(DeviceTransport::HostStaged),
+                    false => comm.device_transport().filter(|_| world.size() > 1),
+                },
                 transport_reason: comm.transport_reason(),
                 collectives: exchange.summary,
                 matmuls: products.summary,
