@@ -220,7 +220,7 @@ mod tests {
         assert_eq!(allowed("a:2,b:2", "--set parallel.virtual_ranks=4"), Ok(vec![1, 2, 3, 4]));
         let twelve = "--set parallel.virtual_ranks=12";
         assert_eq!(allowed("a:4,b:3", twelve), Ok(vec![1, 2, 3, 4, 5, 6, 7]));
-        let equal = format!("{twelve} --set parallel.storage=central");
+        let equal = format!("{twelve} --set comm.algorithm=ring");
         assert_eq!(allowed("a:4,b:3", &equal), Ok(vec![1, 2, 3, 4, 6]));
         assert_eq!(
             allowed("a:4,b:3", "--set parallel.virtual_ranks=4 --set parallel.pipeline=2"),

@@ -316,7 +316,7 @@ impl<B: Backend> Group<B> {
                 state.collective(&members, &label, |state| {
                     let mut buf = before.in_order()?;
                     let element = B::element_of(&buf);
-                    let range = 0..collective.len * collective.terms_of(members.rank);
+                    let range = 0..collective.len * collective.slots_of(members.rank);
                     let memory = B::comm_buffer(&mut buf, range)?;
                     let operand = CollectiveBuffer { memory, element };
                     run_unequal(state, &collective, &members, operand, path)?;

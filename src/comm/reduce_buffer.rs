@@ -41,7 +41,8 @@ pub trait ReduceBuffer {
     fn set_aside(&mut self, number: usize, ranges: &[Range<usize>]) -> Result<()>;
 
     /// Adds terms by `additions` (into, from) in this order and leaves term 0 at `ranges`. Term
-    /// `own` is in memory at `ranges`, the others are in the scratch slots of their numbers.
+    /// `own`, if there is one of this number, is in memory at `ranges`; the others are in the scratch
+    /// slots of their numbers.
     fn fold(
         &mut self,
         ranges: &[Range<usize>],

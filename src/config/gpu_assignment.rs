@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::topology::{Topology, parse_list};
 use crate::{
     self as config, Compute, Config, DEFAULT_FRACTION, DeviceChoice, DeviceMemory, ResolvedConfig,
+    WorkShares,
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::simd;
@@ -262,8 +263,13 @@ fn assign_as<B: Backend>(comm: &Comm<B>, config: &Config, choice: DeviceChoice) 
     let messages = world.gather_bytes(message).wait()?;
     let views = messages.iter().map(|bytes| serde_json::from_slice(bytes));
     let views = views.collect::<Result<Vec<View>, _>>();
-    let views = views
+    let mut views = views
         .map_err(|e| Error::comm(format!("another rank sent a malformed list of GPUs: {e}")))?;
+    if choice == DeviceChoice::Mixed {
+        // GPUs are for the ranks that compute.
+        let idle = (0..views.len()).filter(|rank| is_idle(config, *rank));
+        idle.for_each(|rank| views[rank] = Ok(vec![]));
+    }
     let chosen = assign(choice, &views, &topology.hosts(), config.device.ranks_per_gpu)?;
     // The ranks with a GPU.
     let with_gpu: Vec<usize> = (0..chosen.len()).filter(|rank| chosen[*rank].is_some()).collect();
@@ -401,6 +407,15 @@ fn visible_gpus(topology: &Topology, opened: &mut Vec<Device>) -> Result<Vec<See
 pub fn near_cores(pci: &str) -> Option<BTreeSet<usize>> {
     let path = Path::new("/sys/bus/pci/devices").join(pci).join("local_cpulist");
     parse_list(std::fs::read_to_string(path).ok()?.trim())
+}
+
+/// Returns whether a data-parallel rank computes no gradients: an owner of central storage with the
+/// share 0.
+fn is_idle(config: &Config, rank: usize) -> bool {
+    match &config.parallel.work_shares {
+        WorkShares::Given(shares) => shares.get(rank) == Some(&0.0),
+        WorkShares::Equal | WorkShares::Auto => false,
+    }
 }
 
 /// Returns the number of each rank's GPU among those it sees; `None` if it computes on the CPU.

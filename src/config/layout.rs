@@ -438,9 +438,6 @@ fn excludes_blocks(config: &Config) -> Option<(&'static str, String)> {
     let comm = &config.comm;
     let algorithm = comm.algorithm.fixed().filter(|one| *one != Algorithm::HalvingDoubling);
     match algorithm {
-        _ if config.parallel.storage == Storage::Central => {
-            Some(("parallel.storage", "central".into()))
-        }
         _ if comm.dtype == MessageDtype::Bf16 => Some(("comm.dtype", "bf16".into())),
         _ if config.data.order == DataOrder::Files => Some(("data.order", "files".into())),
         Some(algorithm) => Some(("comm.algorithm", algorithm.to_string())),

@@ -920,7 +920,6 @@ mod tests {
         for (refused, key) in [
             ("comm.algorithm=ring", "comm.algorithm = ring"),
             ("comm.dtype=bf16", "comm.dtype = bf16"),
-            ("parallel.storage=central", "parallel.storage = central"),
             ("parallel.reduce=micro", "parallel.reduce = micro"),
             ("data.order=files", "data.order = files"),
             ("local_sgd.sync_every=2", "(local_sgd.sync_every)"),

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{Config, Interval};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::mesh::Mesh;
-use hpctrain_parallel::{ReduceAfter, VirtualRanks};
+use hpctrain_parallel::{ReduceAfter, Storage, VirtualRanks};
 
 /// The shares of the virtual ranks that data-parallel ranks compute.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -17,7 +17,8 @@ pub enum WorkShares {
     Equal,
     /// Each rank has a share in proportion to its measured speed.
     Auto,
-    /// A positive number for each data-parallel rank.
+    /// A number for each data-parallel rank, positive but for owners of central storage that compute
+    /// nothing.
     Given(Vec<f64>),
 }
 
@@ -93,9 +94,22 @@ pub fn counts(
         ))
         .hint("give one for each, or set it to auto")),
         WorkShares::Given(shares) => {
-            if let Some(share) = shares.iter().find(|share| !(**share > 0.0 && share.is_finite())) {
-                return Err(refused(&format!("has the share {share}"))
-                    .hint("give positive numbers, such as [2, 1]"));
+            let owners = match config.parallel.storage {
+                Storage::Central => mesh.shard,
+                Storage::Ranks => 0,
+            };
+            let is_valid = |(rank, share): (usize, &f64)| {
+                *share > 0.0 && share.is_finite() || *share == 0.0 && rank < owners
+            };
+            if let Some(share) = shares.iter().enumerate().find(|one| !is_valid(*one)) {
+                return Err(refused(&format!("has the share {} of rank {}", share.1, share.0)).hint(
+                    "give positive numbers, such as [2, 1]; only owners of parallel.storage = central \
+                     may have 0",
+                ));
+            }
+            if shares.iter().all(|share| *share == 0.0) {
+                return Err(refused("gives all ranks the share 0")
+                    .hint("give the ranks that compute positive numbers, such as [0, 1]"));
             }
             Ok(Some(VirtualRanks::deal(virtual_ranks, shares).into()))
         }
@@ -126,11 +140,20 @@ mod tests {
         assert_eq!(counts(&[ranks, "parallel.work_shares=[3, 1]"], 1), Ok(None));
         assert_eq!(counts(&[ranks, "parallel.work_shares=auto", "parallel.zero=3"], 4), Ok(None));
         let zero = "parallel.zero=3";
+        let central = "parallel.storage=central";
+        let auto = "parallel.work_shares=auto";
+        assert_eq!(counts(&[ranks, auto, central], 2), Ok(None));
+        assert_eq!(
+            counts(&[ranks, "parallel.work_shares=[0, 1, 3]", central], 3),
+            Ok(Some(vec![0, 4, 12]))
+        );
         assert_eq!(counts(&[ranks, zero, "parallel.work_shares=[1, 2]"], 2), Ok(Some(vec![5, 11])));
         for (settings, words) in [
             (&["parallel.work_shares=auto"][..], "parallel.virtual_ranks is not set"),
             (&[ranks, "parallel.work_shares=[1]"], "has 1 shares, but there are 2"),
-            (&[ranks, "parallel.work_shares=[1, 0]"], "has the share 0"),
+            (&[ranks, "parallel.work_shares=[1, 0]"], "has the share 0 of rank 1"),
+            (&[ranks, "parallel.work_shares=[1, 0]", central], "has the share 0 of rank 1"),
+            (&[ranks, "parallel.work_shares=[0, 0]", central, "parallel.owners=2"], "gives all"),
             (&[ranks, "parallel.work_shares=some"], "is neither"),
             (
                 &[ranks, "parallel.work_shares=[1, 2]", "comm.algorithm=ring"],
@@ -139,10 +162,6 @@ mod tests {
             (
                 &[ranks, "parallel.work_shares=[1, 2]", "parallel.reduce=micro", zero],
                 "is not supported with parallel.reduce = micro",
-            ),
-            (
-                &[ranks, "parallel.work_shares=auto", "parallel.storage=central"],
-                "parallel.storage = central requires as many virtual ranks on every rank",
             ),
         ] {
             let refused = counts(settings, 2).unwrap_err();

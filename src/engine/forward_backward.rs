@@ -59,6 +59,11 @@ impl Geometry {
         1.0 / self.predictions as f32
     }
 
+    /// Returns whether this rank computes nothing in a step.
+    fn has_no_virtual_ranks(&self) -> bool {
+        self.idle_virtual_ranks == self.schedule.virtual_ranks
+    }
+
     /// Returns whether this rank has no part in an action of its schedule.
     fn is_idle(&self, action: Action) -> bool {
         let (Action::Receive(_, k)
@@ -319,8 +324,12 @@ impl<B: Kernels> Engine<B> {
         })
     }
 
-    /// Takes the turns of blocks in an action of a micro-batch that this rank does not have.
+    /// Takes the turns of blocks in an action of a micro-batch that this rank does not have. A rank
+    /// that has none reduces gradients with the last one.
     fn skip(&mut self, action: Action) -> Result<()> {
+        let schedule = self.geometry.schedule;
+        let reduces = self.geometry.has_no_virtual_ranks();
+        let ends_step = |k| reduces && schedule.virtual_rank_end(k) == Some(true);
         let Model { blocks, sharded, host_embedding, .. } = &mut self.model;
         let units = 0..blocks.len();
         match action {
@@ -330,12 +339,27 @@ impl<B: Kernels> Engine<B> {
                 }
                 units.into_iter().try_for_each(|unit| sharded.skip_turn(unit))
             }
-            Action::Backward(_) | Action::BackwardInput(_) => {
+            Action::Backward(k) => {
+                for unit in units.rev() {
+                    sharded.skip_turn(unit)?;
+                    if ends_step(k) {
+                        sharded.reduce_of_others(unit)?;
+                    }
+                }
+                match host_embedding {
+                    Some(_) => sharded.host_units()?.skip_backward(),
+                    None => Ok(()),
+                }
+            }
+            Action::BackwardInput(_) => {
                 units.rev().try_for_each(|unit| sharded.skip_turn(unit))?;
                 match host_embedding {
                     Some(_) => sharded.host_units()?.skip_backward(),
                     None => Ok(()),
                 }
+            }
+            Action::BackwardWeight(k) if ends_step(k) => {
+                units.rev().try_for_each(|unit| sharded.reduce_of_others(unit))
             }
             Action::Receive(..) | Action::Send(..) | Action::BackwardWeight(_) => Ok(()),
         }

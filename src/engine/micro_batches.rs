@@ -590,7 +590,7 @@ impl Iterator for Positions {
             (self.done, self.base, self.steps_left) =
                 (0, self.base + self.global, self.steps_left.saturating_sub(1));
         }
-        if self.steps_left == 0 {
+        if self.steps_left == 0 || self.virtual_ranks.is_empty() {
             return None;
         }
         let virtual_rank = self.done / self.virtual_rank_samples;

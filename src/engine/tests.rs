@@ -874,6 +874,43 @@ fn central_storage_gives_the_bits_of_one_rank() {
             }
         }
     }
+    // Ranks have unequal numbers of virtual ranks, and owners may have none.
+    for (micros_per_virtual_rank, virtual_ranks, owners, counts) in [
+        (1, 8, 1, &[0, 8][..]),
+        (1, 8, 1, &[0, 5, 3]),
+        (1, 8, 1, &[3, 4, 1]),
+        (1, 8, 2, &[0, 1, 6, 1]),
+        (1, 8, 2, &[0, 0, 3, 5]),
+        (2, 4, 1, &[0, 3, 1]),
+    ] {
+        let one = LayoutCase { micros_per_virtual_rank, virtual_ranks, ..ONE };
+        let want = run(one);
+        let row = LayoutCase {
+            storage: Storage::Central,
+            reduce_after: ReduceAfter::StepInBlocks,
+            counts,
+            shard: owners,
+            replica: counts.len() / owners,
+            ..one
+        };
+        let freed = LayoutCase { zero: Zero::Three, ..row };
+        let staged = LayoutCase { pipeline: 2, ..row };
+        for row in [
+            row,
+            freed,
+            LayoutCase { offload: true, ..freed },
+            staged,
+            LayoutCase { order: PipelineSchedule::ZeroBubble, ..staged },
+        ] {
+            let got = run(row);
+            let LayoutCase { zero, pipeline, offload, .. } = row;
+            let name = format!(
+                "{owners} owners, {counts:?} virtual ranks, {zero:?}, pipeline {pipeline}, offload {offload}"
+            );
+            assert_eq!(got.curve, want.curve, "{name}");
+            assert!(got.tensors == want.tensors, "{name}: other parameters");
+        }
+    }
     // Owners of a whole network keep AdamW's two moments and nothing else.
     let padded: usize = unit_bytes(ONE.virtual_ranks).iter().sum();
     let of_whole = pairs.iter().filter(|(row, _)| row.pipeline == 1 && row.tensor == 1);

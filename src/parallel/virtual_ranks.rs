@@ -91,15 +91,16 @@ impl VirtualRanks {
         }
     }
 
-    /// Divides `total` virtual ranks among ranks in proportion to these positive shares, at least
-    /// one for each: the numbers whose largest is reached last, where each rank takes a time for a
+    /// Divides `total` virtual ranks among ranks in proportion to these shares, at least one for each
+    /// share above 0: the numbers whose largest is reached last, where each rank takes a time for a
     /// virtual rank that is the inverse of its share.
     pub fn deal(total: usize, shares: &[f64]) -> Vec<usize> {
-        let mut counts = vec![1; shares.len()];
-        for _ in shares.len()..total {
+        let mut counts: Vec<usize> = shares.iter().map(|share| usize::from(*share > 0.0)).collect();
+        for _ in counts.iter().sum()..total {
             // The rank that would end first with one more.
             let ends = |rank: usize| (counts[rank] + 1) as f64 / shares[rank];
-            let first = (0..shares.len()).min_by(|one, other| ends(*one).total_cmp(&ends(*other)));
+            let working = (0..shares.len()).filter(|rank| shares[*rank] > 0.0);
+            let first = working.min_by(|one, other| ends(*one).total_cmp(&ends(*other)));
             counts[first.unwrap_or(0)] += 1;
         }
         counts
@@ -166,7 +167,7 @@ impl VirtualRanks {
     }
 
     /// Returns the losses of all virtual ranks in their order, from those that each shard of each
-    /// replica reports. If ranks have as many virtual ranks each, they may report fewer or more of
+    /// replica with virtual ranks reports. If ranks have as many virtual ranks each, they may report fewer or more of
     /// them, such as those of a part of a batch.
     ///
     /// # Errors
@@ -193,10 +194,10 @@ impl VirtualRanks {
     /// Does the work of [`Self::in_order`] for blocks of virtual ranks.
     fn in_blocks(&self, reports: &[Vec<f64>]) -> Result<Vec<f64>> {
         let ranks = (0..self.replicas)
-            .flat_map(|replica| (0..self.shards).map(move |shard| (replica, shard)));
+            .flat_map(|replica| (0..self.shards).map(move |shard| self.for_shard(replica, shard)));
+        let working: Vec<Vec<usize>> = ranks.filter(|mine| !mine.is_empty()).collect();
         let mut all = vec![0.0; self.total];
-        for ((replica, shard), losses) in ranks.zip(reports) {
-            let mine = self.for_shard(replica, shard);
+        for (mine, losses) in working.iter().zip(reports) {
             if mine.len() != losses.len() {
                 return Err(Error::comm(format!(
                     "another rank sent {} losses of {} virtual ranks",
@@ -204,9 +205,9 @@ impl VirtualRanks {
                     mine.len()
                 )));
             }
-            mine.into_iter().zip(losses).for_each(|(virtual_rank, loss)| all[virtual_rank] = *loss);
+            mine.iter().zip(losses).for_each(|(virtual_rank, loss)| all[*virtual_rank] = *loss);
         }
-        match reports.len() == self.replicas * self.shards {
+        match reports.len() == working.len() {
             true => Ok(all),
             false => Err(Error::comm("the losses of some ranks are missing")),
         }

@@ -95,6 +95,34 @@ fn unequal_devices_get_unequal_shares() {
     assert!(ended.stdout.contains("over 8 samples"), "{ended}");
 }
 
+/// An owner of central storage needs no GPU where it computes nothing, although it is the first rank.
+#[test]
+fn owners_that_compute_nothing_need_no_gpu() {
+    let root = tempfile::tempdir().unwrap();
+    let central = ["parallel.storage=central", "parallel.zero=3"];
+    let on_cpu = [&SETTINGS[1..3], &SETTINGS[4..], &["run.device=cpu"]].concat();
+    let cpu = Run::new(Alone, root.path(), "cpu", &on_cpu).succeeds();
+    let settings = [&SETTINGS[..], &central, &["parallel.work_shares=[0, 1]"]].concat();
+    let run = Run::new(Spawn(2), root.path(), "mixed", &settings);
+    let ended = finish(with_simulator(&mut run.command())).succeeded();
+    let table: Vec<&str> =
+        ended.stdout.lines().filter(|line| line.starts_with("device ")).collect();
+    assert!(table[0].contains(": CPU, cores") && table[1].contains("simulator"), "{ended}");
+    is_close(&run.files(), &cpu, 1e-4, "mixed");
+    // A GPU that receives a sum to which it adds nothing, by every transport.
+    let settings = [&settings[..], &["run.device=cuda", "precision.dtype=f32"]].concat();
+    let mut first = None;
+    for transport in ["host-staged", "cuda-ipc", "nccl", "auto"] {
+        let on = format!("comm.transport={transport}");
+        let run =
+            Run::new(Mpirun(2), root.path(), transport, &[&settings[..], &[&on[..]]].concat());
+        finish(with_simulator(&mut run.command()).env("CUDASIM_DEVICES", "2")).succeeded();
+        let files = run.files();
+        is_close(&files, &cpu, 1e-4, transport);
+        first.get_or_insert(run).files().same_as(&files, 6, transport);
+    }
+}
+
 #[test]
 fn what_would_update_a_parameter_twice_is_refused() {
     let root = tempfile::tempdir().unwrap();

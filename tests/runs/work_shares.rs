@@ -22,6 +22,52 @@ fn given_shares_have_the_bits_of_one_rank() {
     }
 }
 
+/// Owners of central storage may compute nothing, and the others hold parameters for a use only.
+#[test]
+fn owners_may_have_no_share() {
+    let root = tempfile::tempdir().unwrap();
+    let one = Run::new(Alone, root.path(), "one", &SETTINGS).succeeds();
+    let central = "parallel.storage=central";
+    for (name, transport, settings, words) in [
+        (
+            "two",
+            Mpirun(2),
+            &["parallel.work_shares=[0, 1]"][..],
+            "central, on the first rank, which computes no gradients",
+        ),
+        (
+            "three",
+            Spawn(3),
+            &["parallel.work_shares=[0, 2, 1]", "parallel.zero=3"],
+            "(0, 6, 2 on the ranks)",
+        ),
+        (
+            "four",
+            Mpirun(4),
+            &[
+                "parallel.work_shares=[0, 0, 1, 1]",
+                "parallel.owners=2",
+                "memory_checkpoint.every=1",
+            ],
+            "on 2 owners, 2 of which compute no gradients",
+        ),
+        ("auto", Spawn(2), &["parallel.work_shares=auto"], "central, on the first rank"),
+    ] {
+        let run =
+            Run::new(transport, root.path(), name, &[&SETTINGS[..], settings, &[central]].concat());
+        let ended = run.ends().succeeded();
+        assert!(ended.stdout.contains(words), "{ended}");
+        run.files().same_as(&one, 6, name);
+    }
+    let again = Run::new(
+        Spawn(3),
+        root.path(),
+        "three",
+        &[&SETTINGS[..], &["parallel.work_shares=[0, 1, 4]", central, "run.steps=8"]].concat(),
+    );
+    again.resume("auto").succeeds();
+}
+
 /// A rank that takes twice as long for a forward gets half of the virtual ranks.
 #[test]
 fn auto_gives_slow_ranks_less_work() {

@@ -27,6 +27,9 @@ pub const UNEQUAL_SCRATCH: usize = SCRATCH * size_of::<f32>();
 /// The most elements of a term in one direct message.
 const BLOCK: usize = 1 << 14;
 
+/// The number of no term, for a rank whose memory has none of the sum.
+const NO_TERM: usize = usize::MAX;
+
 /// The most elements of a part in one message of an all-gather.
 const GATHERED: usize = 1 << 18;
 
@@ -86,7 +89,7 @@ impl TermOrder {
 #[derive(Debug, Clone)]
 pub struct UnequalCollective {
     /// The number of elements of a term. The terms of a rank are one behind the other in its buffer;
-    /// the sum replaces the first.
+    /// the sum replaces the first. A rank without terms has the room of one.
     pub len: usize,
     /// The elements of the sum that each rank owns.
     pub parts: Vec<Range<usize>>,
@@ -100,6 +103,11 @@ impl UnequalCollective {
     /// Returns the number of terms in the buffer of a rank.
     pub fn terms_of(&self, rank: usize) -> usize {
         self.terms.as_ref().map_or(1, |terms| terms.terms_of(rank))
+    }
+
+    /// Returns the number of terms that a rank's buffer has room for.
+    pub fn slots_of(&self, rank: usize) -> usize {
+        self.terms_of(rank).max(1)
     }
 
     /// Returns the ranks whose parts this rank has afterwards.
@@ -174,7 +182,7 @@ impl UnequalCollective {
                 }
             }
         }
-        let first = of_ranks[rank].first().copied().unwrap_or_default();
+        let first = of_ranks[rank].first().copied().unwrap_or(NO_TERM);
         x.fold(own, first, additions)
     }
 
@@ -189,7 +197,7 @@ impl UnequalCollective {
     /// term and in the order of the parts, and the collective on the buffer that has these ranges
     /// one behind the other.
     pub fn windows(&self, rank: usize, words: usize) -> Vec<(Vec<Range<usize>>, Self)> {
-        let most = (0..self.parts.len()).map(|rank| self.terms_of(rank)).max().unwrap_or(1);
+        let most = (0..self.parts.len()).map(|rank| self.slots_of(rank)).max().unwrap_or(1);
         let window = (words / (self.parts.len() * most).max(1)).max(1);
         let longest = self.parts.iter().map(Range::len).max().unwrap_or(0);
         let cut = (0..longest).step_by(window).map(|start| {
@@ -200,7 +208,7 @@ impl UnequalCollective {
                     part.end.min(part.start + start)..part.end.min(part.start + start + window)
                 })
                 .collect();
-            let ranges = (0..self.terms_of(rank)).flat_map(|term| self.of_term(term, &parts));
+            let ranges = (0..self.slots_of(rank)).flat_map(|term| self.of_term(term, &parts));
             let mut len = 0;
             let consecutive = parts.iter().map(|part| {
                 len += part.len();

@@ -273,9 +273,15 @@ pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> Strin
         ),
     );
     if plan.config.parallel.storage == Storage::Central {
-        let owners = match mesh.shard {
-            1 => "central, on the first rank".to_string(),
-            owners => format!("central, on {owners} owners"),
+        let counts = plan.virtual_rank_counts.as_deref().unwrap_or_default();
+        let idle = counts.iter().filter(|count| **count == 0).count();
+        let owners = match (mesh.shard, idle) {
+            (1, 0) => "central, on the first rank".to_string(),
+            (1, _) => "central, on the first rank, which computes no gradients".to_string(),
+            (owners, 0) => format!("central, on {owners} owners"),
+            (owners, idle) => {
+                format!("central, on {owners} owners, {idle} of which compute no gradients")
+            }
         };
         let each = if mesh.pipeline * mesh.tensor > 1 {
             " of each pipeline stage and tensor-parallel rank"

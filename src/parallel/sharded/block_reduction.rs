@@ -1,12 +1,13 @@
 //! The reduction of gradients of ranks whose virtual ranks are several blocks of the tree
 //! ([`ReduceAfter::StepInBlocks`](crate::ReduceAfter)): each rank sends the sum of each of its blocks
 //! to the owners of its parts, which add those of all ranks in the order of the tree. The owners
-//! divide each shard among its replicas, which then all-gather it.
+//! divide each shard among its replicas, which then all-gather it. With central storage the ranks of
+//! the first replica own the shards, and may have no virtual ranks themselves.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::{ReduceAfter, VirtualRanks};
+use crate::{ReduceAfter, Storage, VirtualRanks};
 use hpctrain_base::layout::share;
 use hpctrain_comm::{TermOrder, UnequalCollective};
 
@@ -16,13 +17,14 @@ pub struct BlockReduction {
     pub assignment: VirtualRanks,
     /// The number of virtual ranks in each block of this rank.
     pub own: Vec<usize>,
+    storage: Storage,
     order: Arc<TermOrder>,
 }
 
 impl BlockReduction {
     /// Returns the blocks of virtual ranks for rank `rank` of a step's data-parallel ranks, which are
     /// replica-major.
-    pub fn new(assignment: VirtualRanks, rank: usize) -> Self {
+    pub fn new(assignment: VirtualRanks, rank: usize, storage: Storage) -> Self {
         let VirtualRanks { replicas, shards, .. } = assignment;
         let blocks: Vec<Vec<Range<usize>>> = (0..replicas * shards)
             .map(|rank| assignment.blocks(rank / shards, rank % shards))
@@ -30,6 +32,7 @@ impl BlockReduction {
         Self {
             assignment,
             own: blocks[rank].iter().map(Range::len).collect(),
+            storage,
             order: Arc::new(TermOrder::new(&blocks)),
         }
     }
@@ -49,6 +52,7 @@ impl BlockReduction {
                 ..self.assignment
             },
             own: Vec::from([virtual_ranks]),
+            storage: self.storage,
             order: Arc::new(TermOrder::new(&sums)),
         }
     }
@@ -62,7 +66,11 @@ impl BlockReduction {
         let VirtualRanks { replicas, shards, .. } = self.assignment;
         let part = |rank: usize| {
             let shard = of_shard(rank % shards);
-            let mine = share(shard.len(), rank / shards, replicas);
+            let mine = match self.storage {
+                Storage::Ranks => share(shard.len(), rank / shards, replicas),
+                Storage::Central if rank < shards => 0..shard.len(),
+                Storage::Central => 0..0,
+            };
             shard.start + mine.start..shard.start + mine.end
         };
         let ranks = replicas * shards;
@@ -71,8 +79,8 @@ impl BlockReduction {
             len,
             parts: (0..ranks).map(part).collect(),
             terms: Some(self.order.clone()),
-            all_gathers: match replicas {
-                1 => vec![],
+            all_gathers: match (self.storage, replicas) {
+                (Storage::Central, _) | (_, 1) => vec![],
                 _ => (0..shards).map(replicas_of).collect(),
             },
         }

@@ -106,6 +106,19 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
+    /// Starts to reduce the gradient of a unit of which this rank, an owner without virtual ranks,
+    /// has computed nothing.
+    ///
+    /// # Errors
+    /// Returns an error if the device or an earlier reduction fails.
+    pub fn reduce_of_others(&mut self, unit: usize) -> Result<()> {
+        let len = self.units[unit].layout.padded;
+        let sum = self.backend.alloc(MemoryKind::Gradients, len)?;
+        self.units[unit].reduction = Some(Reduction::Ready(sum));
+        self.ended.push((unit, true));
+        self.start_reductions()
+    }
+
     /// Starts to reduce the gradients of units whose virtual ranks have ended: all of them, or the
     /// last one if gradients are reduced after each micro-batch.
     ///

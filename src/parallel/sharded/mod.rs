@@ -162,7 +162,7 @@ impl<B: Kernels> Sharded<B> {
             ..assignment.clone()
         };
         let blocks_of_ranks = (keep.reduce_after == ReduceAfter::StepInBlocks)
-            .then(|| BlockReduction::new(assignment, data.rank()));
+            .then(|| BlockReduction::new(assignment, data.rank(), storage));
         let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
         let network: Vec<UnitLayout> = blocks
             .iter()
@@ -247,7 +247,7 @@ impl<B: Kernels> Sharded<B> {
         if self.blocks.is_some() {
             let replicas = data.size() / shards;
             let assignment = VirtualRanks { replicas, shards, ..assignment.clone() };
-            self.blocks = Some(BlockReduction::new(assignment, data.rank()));
+            self.blocks = Some(BlockReduction::new(assignment, data.rank(), self.storage));
         }
         match &mut self.host_units {
             Some(HostUnits::Dense(units)) => units.expect(assignment),
