@@ -13,6 +13,9 @@ type Setting = (&'static str, &'static str);
 /// more ranks on a node than there are cores.
 pub(crate) const YIELD: &str = "OMPI_MCA_mpi_yield_when_idle";
 
+/// Names the MPI library to open, in programs that open it at run time.
+pub(crate) const MPI_LIBRARY: &str = "HPCTRAIN_MPI_LIBRARY";
+
 /// The number of hardware queues that the CUDA driver distributes the streams of a process over.
 /// Streams that share a queue wait for each other. The driver's default is 8; a rank has nine
 /// streams or more, and up to 20 with NCCL communicators.

@@ -7,11 +7,13 @@ use crate::comm::{self, Comm};
 /// Checks the MPI library of this rank.
 pub(super) fn checks(comm: &Comm<Cpu>, launcher: Option<&str>) -> Vec<Check> {
     let Some(launcher) = launcher else {
-        let library = comm::mpi::library();
-        let found = format!(
-            "{library}; not initialised, as this process was started alone: mpirun -np 2 hpctrain doctor"
-        );
-        return vec![Finding::ok(found).named("mpi")];
+        let found = match comm::mpi::library() {
+            Ok(library) => Finding::ok(format!(
+                "{library}; not initialised, as this process was started alone: mpirun -np 2 hpctrain doctor"
+            )),
+            Err(error) => Finding::from(Err(error)).at_most_a_warning(),
+        };
+        return vec![found.named("mpi")];
     };
     let ranks = format!("{} rank{}", comm.size(), if comm.size() == 1 { "" } else { "s" });
     let mut checks = vec![

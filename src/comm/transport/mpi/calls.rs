@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_int};
 
-use mpi::ffi;
+use super::ffi;
 
 use super::ulfm::is_loss;
 use hpctrain_base::error::{Error, Result};

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
-use mpi::ffi;
+use super::ffi;
 
 use super::calls::{check, count};
 use crate::transport::{DeviceCollective, GroupRanks};
@@ -79,8 +79,7 @@ unsafe fn run_once(
     at: *mut f32,
     len: usize,
 ) -> Result<()> {
-    // SAFETY: reading constants of the library.
-    let (float, sum) = unsafe { (ffi::RSMPI_FLOAT, ffi::RSMPI_SUM) };
+    let (float, sum) = (ffi::float(), ffi::sum());
     let to = at.cast();
     let part = len / group.size();
     match call {

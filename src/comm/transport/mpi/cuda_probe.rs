@@ -13,7 +13,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use mpi::ffi;
+use super::ffi;
 
 use super::calls::{check, count};
 use super::{library, node};
@@ -81,7 +81,8 @@ pub fn claims_cuda_aware() -> bool {
 /// Finds the library's launcher. A system may have those of other MPI libraries as well.
 fn launcher() -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    launcher_in(&maps, library().starts_with("Open MPI"), |path| path.is_file())
+    let library = library().unwrap_or_default();
+    launcher_in(&maps, library.starts_with("Open MPI"), |path| path.is_file())
 }
 
 /// Finds the launcher near the MPI library that `maps` lists, and otherwise in `PATH`.
@@ -126,7 +127,7 @@ pub fn probe_in_child(arguments: &[&str]) -> Result<usize> {
     } else {
         log::warn!(
             "found no launcher of {}: CUDA-aware MPI is tested only inside one process",
-            library()
+            library()?
         );
         // Open MPI starts no daemon for a process that will start no others.
         command.env("OMPI_MCA_ess_singleton_isolated", "1");
@@ -272,16 +273,15 @@ fn exchange<B: Backend>(
     world_sender: &Sender<(usize, usize)>,
     buffers: &Receiver<Vec<B::Buf>>,
 ) -> Result<Vec<B::Buf>> {
+    ffi::open()?;
     let mut provided = 0;
     let null = std::ptr::null_mut();
     // SAFETY: MPI is used by this thread alone, in order; the parameters are live locals or null,
     // which is allowed.
-    let begun = unsafe {
-        ffi::MPI_Init_thread(null, null.cast(), ffi::RSMPI_THREAD_FUNNELED, &mut provided)
-    };
+    let begun =
+        unsafe { ffi::MPI_Init_thread(null, null.cast(), ffi::thread_funneled(), &mut provided) };
     check(begun, "MPI_Init_thread")?;
-    // SAFETY: reading a constant of the library.
-    let world = unsafe { ffi::RSMPI_COMM_WORLD };
+    let world = ffi::comm_world();
     let (rank, size) = node::place(world)?;
     if size != 2 && std::env::var_os(PAIR).is_some() {
         return Err(Error::input(format!(
@@ -304,8 +304,8 @@ fn exchange<B: Backend>(
     // SAFETY: MPI is used by this thread alone, in order; the spans live until the end, hold `len`
     // elements each, and may be given to MPI; the status is a live local.
     unsafe {
-        let alone = ffi::RSMPI_COMM_SELF;
-        let float = ffi::RSMPI_FLOAT;
+        let alone = ffi::comm_self();
+        let float = ffi::float();
         let mut status = std::mem::zeroed();
         let code = ffi::MPI_Sendrecv(
             sent,
@@ -322,10 +322,7 @@ fn exchange<B: Backend>(
             &mut status,
         );
         check(code, "MPI_Sendrecv")?;
-        check(
-            ffi::MPI_Allreduce(received, sum, len, float, ffi::RSMPI_SUM, alone),
-            "MPI_Allreduce",
-        )?;
+        check(ffi::MPI_Allreduce(received, sum, len, float, ffi::sum(), alone), "MPI_Allreduce")?;
         if size > 1 {
             let to = partner;
             let tag = 0;
@@ -345,7 +342,7 @@ fn exchange<B: Backend>(
             );
             check(code, "MPI_Sendrecv")?;
             check(
-                ffi::MPI_Allreduce(sent, sum_of_both, len, float, ffi::RSMPI_SUM, world),
+                ffi::MPI_Allreduce(sent, sum_of_both, len, float, ffi::sum(), world),
                 "MPI_Allreduce",
             )?;
         }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use mpi::ffi;
+use super::ffi;
 
 use super::request::{Bytes, MessageKind, MpiRequest};
 use super::shm_window::{SLOT, Segment};

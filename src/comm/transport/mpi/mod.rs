@@ -1,7 +1,7 @@
 //! Ranks as processes that an MPI launcher started.
 //!
-//! One thread makes all calls (`MPI_THREAD_FUNNELED`), through the raw bindings of rsmpi, because
-//! its safe layer ignores return codes. Requests are non-blocking and polled here with a backoff,
+//! One thread makes all calls (`MPI_THREAD_FUNNELED`), through raw bindings (`ffi.rs`): those of rsmpi,
+//! whose safe layer ignores return codes, or those of a library that is opened at run time. Requests are non-blocking and polled here with a backoff,
 //! so that a spinning library does not take the core from compute, and an abort takes effect in the
 //! middle of a collective. Only vendor collectives block. The default features of rsmpi are off:
 //! they add libffi for user-defined operations.
@@ -14,6 +14,9 @@ mod calls;
 mod collectives;
 mod cuda_probe;
 mod exchange;
+mod ffi;
+#[cfg_attr(feature = "linked-mpi", allow(dead_code, reason = "a linked library is used instead"))]
+mod library;
 mod node;
 mod request;
 mod shm_window;
@@ -26,7 +29,6 @@ use std::time::{Duration, Instant};
 
 use calls::{check, count, count_up, text};
 use exchange::{ChunkStaging, MessageWindow, Receiving, Sending};
-use mpi::ffi;
 use node::{Node, place};
 use request::{Bytes, MessageKind, MpiRequest};
 use shm_window::Segment;
@@ -77,44 +79,28 @@ fn short_version(text: &str) -> String {
     first.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Returns the name and version of the MPI library that this program is linked with. It may be
-/// called before MPI is initialised.
-pub fn library() -> String {
+/// Returns the name and version of the MPI library. It may be called before MPI is initialised.
+///
+/// # Errors
+/// Returns an error if the library is opened at run time, and there is none.
+pub fn library() -> Result<String> {
+    ffi::open()?;
     // SAFETY: MPI allows the call at any time; the buffer has room for any text.
-    short_version(&text(|to, len| unsafe { ffi::MPI_Get_library_version(to, len) }))
+    Ok(short_version(&text(|to, len| unsafe { ffi::MPI_Get_library_version(to, len) })))
 }
 
 /// Returns the name of a thread level of MPI.
 fn thread_level(level: c_int) -> &'static str {
-    // SAFETY: reading constants of the library.
-    let named = unsafe {
-        [
-            (ffi::RSMPI_THREAD_SINGLE, "MPI_THREAD_SINGLE"),
-            (ffi::RSMPI_THREAD_FUNNELED, "MPI_THREAD_FUNNELED"),
-            (ffi::RSMPI_THREAD_SERIALIZED, "MPI_THREAD_SERIALIZED"),
-            (ffi::RSMPI_THREAD_MULTIPLE, "MPI_THREAD_MULTIPLE"),
-        ]
-    };
+    let named = [
+        (ffi::thread_single(), "MPI_THREAD_SINGLE"),
+        (ffi::thread_funneled(), "MPI_THREAD_FUNNELED"),
+        (ffi::thread_serialized(), "MPI_THREAD_SERIALIZED"),
+        (ffi::thread_multiple(), "MPI_THREAD_MULTIPLE"),
+    ];
     named
         .iter()
         .find(|(number, _)| *number == level)
         .map_or("an unknown thread level", |(_, name)| name)
-}
-
-/// Constants of the library that are macros, which bindings cannot see; defined in `constants.c`.
-mod constants {
-    use std::ffi::c_void;
-
-    unsafe extern "C" {
-        /// `MPI_IN_PLACE`.
-        pub static HPCTRAIN_MPI_IN_PLACE: *const c_void;
-    }
-}
-
-/// Returns `MPI_IN_PLACE`: the pointer 1 in Open MPI and in the ABI of MPI 5, -1 in earlier MPICH.
-fn in_place() -> *const c_void {
-    // SAFETY: a constant.
-    unsafe { constants::HPCTRAIN_MPI_IN_PLACE }
 }
 
 /// Checks that the library implements a recent enough version of the MPI standard.
@@ -178,6 +164,7 @@ struct Mpi {
 impl Mpi {
     /// Initialises MPI on this thread, which makes all calls from now on.
     fn open(shared: Arc<Shared>) -> Result<(Self, World)> {
+        ffi::open()?;
         let mut initialized = 0;
         let mut provided = 0;
         let mut version = (0, 0);
@@ -196,7 +183,7 @@ impl Mpi {
             ffi::MPI_Get_version(&mut version.0, &mut version.1);
             check_version(version, &library)?;
             let null = std::ptr::null_mut();
-            let wanted = ffi::RSMPI_THREAD_FUNNELED;
+            let wanted = ffi::thread_funneled();
             let code = ffi::MPI_Init_thread(null, null.cast(), wanted, &mut provided);
             if code != 0 {
                 return Err(Error::comm(format!(
@@ -205,9 +192,9 @@ impl Mpi {
                 )));
             }
             check_threads(provided, wanted, &library)?;
-            let world = ffi::RSMPI_COMM_WORLD;
+            let world = ffi::comm_world();
             check(
-                ffi::MPI_Comm_set_errhandler(world, ffi::RSMPI_ERRORS_RETURN),
+                ffi::MPI_Comm_set_errhandler(world, ffi::errors_return()),
                 "MPI_Comm_set_errhandler",
             )?;
             (world, library, text(|to, len| ffi::MPI_Get_processor_name(to, len)))
@@ -221,7 +208,7 @@ impl Mpi {
             shares_copies: true,
             staging: ChunkStaging::default(),
             parts: Vec::new(),
-            in_place: in_place(),
+            in_place: ffi::in_place(),
             checked: Instant::now(),
             launch_rank,
             host,
@@ -316,9 +303,8 @@ impl Mpi {
             faster = c_int::from(fastest[1].mul_f64(GAIN) <= fastest[0]);
         }
         // SAFETY: the parameter is a live local.
-        let code = unsafe {
-            ffi::MPI_Bcast((&raw mut faster).cast(), 1, ffi::RSMPI_INT32_T, 0, node.comm)
-        };
+        let code =
+            unsafe { ffi::MPI_Bcast((&raw mut faster).cast(), 1, ffi::int32_t(), 0, node.comm) };
         check(code, "MPI_Bcast")?;
         Ok(faster != 0)
     }
@@ -327,7 +313,7 @@ impl Mpi {
     fn abort_all(&self, code: i32) -> ! {
         // SAFETY: called on the thread of all MPI calls, while MPI is initialised. Libraries end all
         // processes for this communicator only.
-        unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
+        unsafe { ffi::MPI_Abort(ffi::comm_world(), code) };
         std::process::exit(code)
     }
 
@@ -541,12 +527,12 @@ impl Mpi {
 fn duplicate(comm: ffi::MPI_Comm) -> Result<ffi::MPI_Comm> {
     // SAFETY: the out-parameter is a live local.
     let (code, duplicate) = unsafe {
-        let mut duplicate = ffi::RSMPI_COMM_NULL;
+        let mut duplicate = ffi::comm_null();
         (ffi::MPI_Comm_dup(comm, &mut duplicate), duplicate)
     };
     check(code, "MPI_Comm_dup")?;
     // SAFETY: a communicator of this process.
-    let code = unsafe { ffi::MPI_Comm_set_errhandler(duplicate, ffi::RSMPI_ERRORS_RETURN) };
+    let code = unsafe { ffi::MPI_Comm_set_errhandler(duplicate, ffi::errors_return()) };
     check(code, "MPI_Comm_set_errhandler").map(|()| duplicate)
 }
 
@@ -751,7 +737,7 @@ impl Transport for Mpi {
         let key = count(self.rank)?;
         // SAFETY: the out-parameter is a live local.
         let (code, group) = unsafe {
-            let mut group = ffi::RSMPI_COMM_NULL;
+            let mut group = ffi::comm_null();
             (ffi::MPI_Comm_split(self.groups[parent.id], color, key, &mut group), group)
         };
         check(code, "MPI_Comm_split").map_err(|error| self.lose(error))?;
@@ -770,7 +756,7 @@ impl Transport for Mpi {
         let (code, left) = ulfm.shrink(self.groups[0]);
         check(code, "MPIX_Comm_shrink")?;
         // SAFETY: a communicator of this process.
-        let code = unsafe { ffi::MPI_Comm_set_errhandler(left, ffi::RSMPI_ERRORS_RETURN) };
+        let code = unsafe { ffi::MPI_Comm_set_errhandler(left, ffi::errors_return()) };
         check(code, "MPI_Comm_set_errhandler")?;
         self.groups = vec![left];
         self.segment = None;
@@ -807,23 +793,6 @@ mod tests {
             short_version("MPICH Version:      4.1\nMPICH Release date: x"),
             "MPICH Version: 4.1"
         );
-    }
-
-    /// Compares with the preprocessor's value, by the compiler of the linked library.
-    #[test]
-    fn in_place_is_the_constant_of_the_headers() {
-        let source = tempfile::NamedTempFile::with_suffix(".c").unwrap();
-        std::fs::write(source.path(), "#include <mpi.h>\nMPI_IN_PLACE\n").unwrap();
-        let mpicc = std::env::var("MPICC").unwrap_or_else(|_| "mpicc".into());
-        let output = std::process::Command::new(mpicc)
-            .args(["-E", "-P"])
-            .arg(source.path())
-            .output()
-            .unwrap();
-        let text = String::from_utf8(output.stdout).unwrap();
-        let last = text.lines().last().unwrap().replace("void", "");
-        let number: isize = last.replace(['(', ')', '*', ' '], "").parse().unwrap();
-        assert_eq!(in_place().addr(), number.cast_unsigned(), "{last}");
     }
 
     #[test]

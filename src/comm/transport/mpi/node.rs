@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-use mpi::ffi;
+use super::ffi;
 
 use super::calls::{check, count, count_up};
 use super::shm_window::Segment;
@@ -76,7 +76,7 @@ fn smallest(mine: c_int, comm: ffi::MPI_Comm) -> Result<c_int> {
     let code = unsafe {
         let from = (&raw const mine).cast();
         let to = (&raw mut all).cast();
-        ffi::MPI_Allreduce(from, to, 1, ffi::RSMPI_INT32_T, ffi::RSMPI_MIN, comm)
+        ffi::MPI_Allreduce(from, to, 1, ffi::int32_t(), ffi::min(), comm)
     };
     check(code, "MPI_Allreduce").map(|()| all)
 }
@@ -111,9 +111,9 @@ impl Node {
         // SAFETY: MPI is initialised; out-parameters are live locals, the array has an entry for
         // every rank.
         unsafe {
-            let mut comm = ffi::RSMPI_COMM_NULL;
-            let kind = ffi::RSMPI_COMM_TYPE_SHARED;
-            let code = ffi::MPI_Comm_split_type(world, kind, rank, ffi::RSMPI_INFO_NULL, &mut comm);
+            let mut comm = ffi::comm_null();
+            let kind = ffi::comm_type_shared();
+            let code = ffi::MPI_Comm_split_type(world, kind, rank, ffi::info_null(), &mut comm);
             check(code, "MPI_Comm_split_type")?;
             let on_machine = place(comm)?;
             // The ranks of a machine split together or not at all, although their environments may
@@ -131,7 +131,7 @@ impl Node {
                 check(ffi::MPI_Comm_split(comm, color, rank, &mut comm), "MPI_Comm_split")?;
             }
             let (rank, size) = place(comm)?;
-            let int = ffi::RSMPI_INT32_T;
+            let int = ffi::int32_t();
             check(ffi::MPI_Bcast((&raw mut first).cast(), 1, int, 0, comm), "MPI_Bcast")?;
             let from = (&raw const first).cast();
             let to = of_ranks.as_mut_ptr().cast();
@@ -160,7 +160,7 @@ impl Node {
         self.is_renumbered = true;
         // SAFETY: the out-parameter is a live local.
         let (code, renumbered) = unsafe {
-            let mut renumbered = ffi::RSMPI_COMM_NULL;
+            let mut renumbered = ffi::comm_null();
             (ffi::MPI_Comm_split(world, 0, numbers[rank], &mut renumbered), renumbered)
         };
         check(code, "MPI_Comm_split")?;

@@ -3,7 +3,7 @@
 use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
-use mpi::ffi;
+use super::ffi;
 
 use super::calls::{check, count};
 use crate::transport::{GroupRanks, Payload};
@@ -100,9 +100,9 @@ impl MpiRequest {
         let tag = tag(group, kind)?;
         // SAFETY: the caller keeps the bytes; the request is a live local.
         let (code, raw) = unsafe {
-            let mut raw = ffi::RSMPI_REQUEST_NULL;
+            let mut raw = ffi::request_null();
             let from = bytes.at.cast_const().cast();
-            (ffi::MPI_Isend(from, len, ffi::RSMPI_UINT8_T, to, tag, world, &mut raw), raw)
+            (ffi::MPI_Isend(from, len, ffi::uint8_t(), to, tag, world, &mut raw), raw)
         };
         check(code, "MPI_Isend")?;
         Ok(Self(raw))
@@ -125,9 +125,9 @@ impl MpiRequest {
         let tag = tag(group, kind)?;
         // SAFETY: the caller keeps the bytes; the request is a live local.
         let (code, raw) = unsafe {
-            let mut raw = ffi::RSMPI_REQUEST_NULL;
+            let mut raw = ffi::request_null();
             let to = bytes.at.cast();
-            (ffi::MPI_Irecv(to, len, ffi::RSMPI_UINT8_T, from, tag, world, &mut raw), raw)
+            (ffi::MPI_Irecv(to, len, ffi::uint8_t(), from, tag, world, &mut raw), raw)
         };
         check(code, "MPI_Irecv")?;
         Ok(Self(raw))
@@ -163,7 +163,7 @@ impl MpiRequest {
         }
         let mut bytes = 0;
         // SAFETY: the status is one that MPI wrote; the out-parameter is a live local.
-        let code = unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut bytes) };
+        let code = unsafe { ffi::MPI_Get_count(&status, ffi::uint8_t(), &mut bytes) };
         check(code, "MPI_Get_count")?;
         Ok(Some(usize::try_from(bytes).unwrap_or(0)))
     }

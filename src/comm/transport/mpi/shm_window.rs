@@ -27,7 +27,7 @@ use std::path::PathBuf;
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use mpi::ffi;
+use super::ffi;
 use rustix::fs::{
     FallocateFlags, MemfdFlags, Mode, OFlags, fallocate, fstat, ftruncate, memfd_create, open, stat,
 };
@@ -148,13 +148,7 @@ impl Segment {
         // SAFETY: the parameter is a live local of as many bytes.
         let code = unsafe {
             let bytes = bytemuck::bytes_of_mut(&mut place);
-            ffi::MPI_Bcast(
-                bytes.as_mut_ptr().cast(),
-                count(bytes.len())?,
-                ffi::RSMPI_UINT8_T,
-                0,
-                node,
-            )
+            ffi::MPI_Bcast(bytes.as_mut_ptr().cast(), count(bytes.len())?, ffi::uint8_t(), 0, node)
         };
         check(code, "MPI_Bcast")?;
         let file = match created {

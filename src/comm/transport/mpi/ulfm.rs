@@ -9,7 +9,7 @@
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::OnceLock;
 
-use mpi::ffi;
+use super::ffi;
 
 /// The variable that `mpirun --with-ft ulfm` sets.
 const ENABLED: &str = "OMPI_MCA_mpi_ft_enable";
@@ -92,7 +92,7 @@ impl Ulfm {
     pub fn shrink(&self, comm: ffi::MPI_Comm) -> (c_int, ffi::MPI_Comm) {
         // SAFETY: the out-parameter is a live local.
         unsafe {
-            let mut left = ffi::RSMPI_COMM_NULL;
+            let mut left = ffi::comm_null();
             ((self.shrink)(comm, &mut left), left)
         }
     }
@@ -103,7 +103,7 @@ impl Ulfm {
         let mut size = 0;
         // SAFETY: out-parameters are live locals; the group is freed.
         unsafe {
-            let mut group = std::mem::zeroed();
+            let mut group = ffi::group_null();
             if (self.is_revoked)(comm, &mut revoked) != 0 || revoked != 0 {
                 return true;
             }
