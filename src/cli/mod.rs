@@ -29,6 +29,8 @@ mod train;
 mod verify;
 mod with_checkpoint;
 
+use std::path::{Path, PathBuf};
+
 use clap::{CommandFactory as _, Parser, Subcommand};
 use serde::Serialize;
 
@@ -132,6 +134,12 @@ enum Command {
     DataSandbox,
     /// Benchmark this machine: kernels, steps, collectives, data, checkpoints.
     Bench(bench::BenchArgs),
+    /// Write the manual pages: hpctrain.1, and one for each command.
+    Man {
+        /// The folder to write them to, which is created.
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+    },
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -175,7 +183,7 @@ impl Command {
             | Command::Compare(_) => false,
             Command::Ps(_) | Command::Supervise(_) | Command::Spawn(_) => false,
             Command::Agent(_) | Command::ElasticHosts(_) => false,
-            Command::Completions { .. } => false,
+            Command::Completions { .. } | Command::Man { .. } => false,
         }
     }
 }
@@ -298,6 +306,7 @@ fn dispatch(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Report(args) => report(report::run(&args)),
         Command::Runs(args) => report(runs::run(&args)),
         Command::Compare(args) => report(compare::run(&args)),
+        Command::Man { out } => report(write_manual(&out)),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "hpctrain", &mut script);
@@ -305,6 +314,12 @@ fn dispatch(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
             0
         }
     }
+}
+
+/// Writes the manual pages to a folder.
+fn write_manual(folder: &Path) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+    clap_mangen::generate_to(Cli::command(), folder).map_err(|e| Error::io("write", folder, e))
 }
 
 /// Prints a result as JSON.

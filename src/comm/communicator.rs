@@ -12,14 +12,14 @@ use super::clock;
 use super::device::local_device::LocalDevice;
 use super::device::path::DeviceTransport;
 use super::device::{cuda_aware, grouped_collective, host_staged};
-use super::environment::prepare_environment;
+use super::environment::{MPI_LIBRARY, prepare_environment};
 use super::exit::{Abort, Exit, exit_process};
 use super::health::flight_recorder::{LEAVE, Label, Size};
 use super::health::watchdog::{CODE, Guard, WatchdogContext};
 use super::pending::reply;
 use super::shared::{Shared, Stats};
 use super::transport::in_process;
-use super::transport::launch::launched_size;
+use super::transport::launch::{launched, launched_size};
 use super::transport::tcp::{self, TcpMesh, TcpRendezvous};
 use super::transport::{GroupRanks, NodeInfo, Transport, World, mpi};
 use super::worker::{CommRequest, Worker};
@@ -167,10 +167,23 @@ pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, timeout: Duration) -> 
     match launched_size(|name| std::env::var(name).ok()) {
         Some(started) if started > 1 && world.nodes.len() == 1 => {
             worker.end();
+            let launch = launched(|name| std::env::var(name).ok()).ok().flatten();
+            let by = launch.map_or("a launcher", |launch| launch.by);
+            let (library, hint) = match mpi::opened_path() {
+                None => (
+                    world.library,
+                    "start with the mpirun of the MPI library that hpctrain is linked with".into(),
+                ),
+                Some(path) => (
+                    format!("{} ({path})", world.library),
+                    format!(
+                        "set {MPI_LIBRARY} to the library of that launcher, or start with the mpirun of this one"
+                    ),
+                ),
+            };
             let message =
-                format!("{started} processes were started, but {} sees only itself", world.library);
-            Err(Error::comm(message)
-                .hint("start with the mpirun of the MPI library that hpctrain is linked with"))
+                format!("{by} started {started} processes, but {library} sees only itself");
+            Err(Error::comm(message).hint(hint))
         }
         _ => Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker))),
     }

@@ -15,9 +15,11 @@ pub(super) fn checks(comm: &Comm<Cpu>, launcher: Option<&str>) -> Vec<Check> {
         };
         return vec![found.named("mpi")];
     };
+    let file = comm::mpi::opened_path().map_or(String::new(), |path| format!(" ({path})"));
     let ranks = format!("{} rank{}", comm.size(), if comm.size() == 1 { "" } else { "s" });
     let mut checks = vec![
-        Finding::ok(format!("{}, {ranks}, started by {launcher}", comm.library())).named("mpi"),
+        Finding::ok(format!("{}{file}, {ranks}, started by {launcher}", comm.library()))
+            .named("mpi"),
     ];
     if let Some(level) = comm.thread_level() {
         checks.push(

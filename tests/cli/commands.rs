@@ -31,7 +31,7 @@ fn help_names_every_command() {
         .filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next())
         .collect();
     let known = "train eval predict simulate ps supervise agent verify sample plan data checkpoint \
-                 report runs replay spawn compare config doctor bench completions";
+                 report runs replay spawn compare config doctor bench completions man";
     let sorted = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
     let others = commands.iter().copied().filter(|command| *command != "help").collect();
     assert_eq!(sorted(others), sorted(known.split_whitespace().collect()), "{help}");
@@ -81,6 +81,18 @@ fn version() {
     // All ranks get the same arguments, and one of them prints.
     let ended = finish(mpirun(2).arg(hpctrain_testkit::program()).arg("--version")).succeeded();
     assert_eq!(ended.stdout, version);
+}
+
+#[test]
+fn manual() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("share/man/man1");
+    printed(&["man", "--out", out.to_str().unwrap()]);
+    let page = |name: &str| std::fs::read_to_string(out.join(name)).unwrap();
+    assert!(page("hpctrain.1").contains("hpctrain\\-train(1)"));
+    assert!(page("hpctrain-train.1").contains(".TH hpctrain-train 1"));
+    // Commands of the program itself are not documented.
+    assert!(!out.join("hpctrain-data-sandbox.1").exists());
 }
 
 #[test]

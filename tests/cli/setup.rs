@@ -128,3 +128,28 @@ fn mpi_is_a_compiler_with_headers_and_a_launcher_of_the_same_library() {
     program(folder.path(), "mpirun", "echo a launcher");
     assert!(check(folder.path(), &[]).status.success());
 }
+
+/// Without `mpicc` the program opens the MPI library at run time: the build reads no header of MPI,
+/// so it needs no libclang.
+#[test]
+fn without_a_compiler_of_mpi_a_launcher_is_enough() {
+    let folder = tempfile::tempdir().unwrap();
+    let bin = folder.path().join("bin");
+    fs::create_dir_all(&bin).unwrap();
+    let path = std::env::var_os("PATH").unwrap();
+    for program in std::env::split_paths(&path).filter_map(|folder| fs::read_dir(folder).ok()) {
+        for program in program.flatten().filter(|program| program.file_name() != "mpicc") {
+            // The first in the search path counts.
+            let _ = std::os::unix::fs::symlink(program.path(), bin.join(program.file_name()));
+        }
+    }
+    let asked = |arguments: &[&str]| {
+        let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/setup"));
+        command.arg("--check").args(arguments).env("PATH", &bin).env_remove("MPICC");
+        command.env("LIBCLANG_PATH", "/nowhere").output().unwrap()
+    };
+    let output = asked(&[]);
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && stdout.contains("--no-default-features"), "{output:?}");
+    refused(asked(&["--linked"]), "holds no libclang.so");
+}

@@ -363,9 +363,9 @@ fn a_preempted_gpu_job_is_requeued_and_continues_with_the_same_bits() {
     let ended = preempt(&mut job, &settings, true);
     for gpu in ["0000:01:00.0", "0000:02:00.0"] {
         let is_rank_on_it =
-            |line: &&str| line.starts_with("gpu ") && line.contains(&format!(" at {gpu}, "));
+            |line: &&str| line.starts_with("device ") && line.contains(&format!(" at {gpu}, "));
         // It is listed in the report of the doctor, and once in the startup summary, whose line
-        // starts with "gpu ".
+        // starts with "device ".
         assert_eq!(ended.stdout.lines().filter(is_rank_on_it).count(), 1, "{gpu}: {ended}");
     }
     let card = json(&job.files().path("run.json"));

@@ -21,6 +21,11 @@ mod linked {
         Ok(())
     }
 
+    /// Returns the path of a library that was opened at run time: none.
+    pub fn opened_path() -> Option<&'static str> {
+        None
+    }
+
     /// Defines functions that return constants of the library.
     macro_rules! constants {
         ($($name:ident: $rust:ty = $linked:ident;)*) => {

@@ -329,6 +329,8 @@ impl From<Word> for *const c_void {
 
 /// The library of this process.
 struct Library {
+    /// The path of its file, or the name that it was opened by.
+    path: String,
     functions: Table,
     constants: Constants,
 }
@@ -347,6 +349,11 @@ pub fn open() -> Result<()> {
         .as_ref()
         .map(drop)
         .map_err(Clone::clone)
+}
+
+/// Returns the path of the library that [`open`] has opened, if it has.
+pub fn opened_path() -> Option<&'static str> {
+    Some(&LIBRARY.get()?.as_ref().ok()?.path)
 }
 
 /// Returns the library that [`open`] has opened.
@@ -469,8 +476,21 @@ fn from_handle(name: &str, handle: *mut c_void) -> Result<Library> {
         Interface::Mpich => Table::Ints(Functions::find(&find)?),
         Interface::OpenMpi | Interface::Standard => Table::Pointers(Functions::find(&find)?),
     };
-    log::debug!("{name} was opened, which has the interface of {interface:?}");
-    Ok(Library { functions, constants: Constants::of(interface, &find)? })
+    let path = in_library("MPI_Init_thread").and_then(file_of).unwrap_or_else(|| name.to_string());
+    log::debug!("{path} was opened, which has the interface of {interface:?}");
+    Ok(Library { path, functions, constants: Constants::of(interface, &find)? })
+}
+
+/// Returns the path of the file that a function comes from.
+fn file_of(function: *mut c_void) -> Option<String> {
+    // SAFETY: all fields of the structure may be zero.
+    let mut found: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: any address may be asked for; the out-parameter is a live local.
+    if unsafe { libc::dladdr(function, &mut found) } == 0 || found.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: a C string that lives as long as the library, which is never closed.
+    Some(unsafe { CStr::from_ptr(found.dli_fname) }.to_string_lossy().into_owned())
 }
 
 /// Returns whether the function `MPI_Abi_get_version` says that handles and constants are those of

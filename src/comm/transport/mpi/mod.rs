@@ -46,6 +46,7 @@ use hpctrain_device::DeviceSpan;
 use ulfm::ulfm;
 
 pub use cuda_probe::{probe_in_child, run_cuda_probe};
+pub use ffi::opened_path;
 pub use ulfm::is_enabled as has_ulfm;
 
 /// The oldest supported version of MPI, the first with shared memory between ranks.
