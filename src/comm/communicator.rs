@@ -182,7 +182,7 @@ pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, timeout: Duration) -> 
                 ),
             };
             let message =
-                format!("{by} started {started} processes, but {library} sees only itself");
+                format!("{started} processes were started by {by}, but {library} sees only itself");
             Err(Error::comm(message).hint(hint))
         }
         _ => Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker))),

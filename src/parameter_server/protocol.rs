@@ -599,10 +599,12 @@ pub fn read<T: DeserializeOwned>(
     }
     let mut head = vec![0; head_len];
     stream.read_exact(&mut head).map_err(lost)?;
-    body.clear();
     let body_len = body_len as usize;
+    // Bytes of an earlier body are overwritten, which saves zeros.
+    body.truncate(body_len);
+    stream.read_exact(body).map_err(lost)?;
     // Pages are touched only as bytes arrive, whatever length is announced.
-    body.reserve_exact(body_len);
+    body.reserve_exact(body_len - body.len());
     while body.len() < body_len {
         let read = body.len();
         body.resize(body_len.min(read + CHUNK), 0);

@@ -58,9 +58,15 @@ impl<B: Kernels> PushSource for Model<B> {
         for ParamRange { unit, range } in pieces {
             let grad = reduced[unit - first].grad;
             let grad = B::split_at(B::split_at(grad, range.end).0, range.start).1;
-            let start = into.len();
-            into.resize(start + range.len(), 0.0);
-            self.backend.download(grad, &mut into[start..])?;
+            match B::on_host(grad) {
+                // They are sent at once, so they stay in the caches.
+                Some(elements) => into.extend_from_slice(elements),
+                None => {
+                    let start = into.len();
+                    into.resize(start + range.len(), 0.0);
+                    self.backend.download(grad, &mut into[start..])?;
+                }
+            }
         }
         Ok(())
     }

@@ -361,7 +361,8 @@ fn a_foreign_launcher_is_recognised() {
     if is_rank_of(NAME) {
         let error = start_mpi::<Cpu>(Algorithm::Ring).err().unwrap().to_string();
         assert!(
-            error.contains("started 2 processes, but Open MPI") && error.contains("hint: "),
+            error.contains("2 processes were started by a launcher that speaks PMI")
+                && error.contains("hint: "),
             "{error}"
         );
         return;
