@@ -84,7 +84,7 @@ const AREAS: [(&str, &[&[&str]]); 6] = [
 ];
 
 /// The only files with `unsafe` in them.
-const UNSAFE: [&str; 41] = [
+const UNSAFE: [&str; 43] = [
     "checkpoint/memory/slot_memory.rs",
     "checkpoint/writeback.rs",
     "comm/environment.rs",
@@ -92,6 +92,8 @@ const UNSAFE: [&str; 41] = [
     "comm/transport/mpi/collectives.rs",
     "comm/transport/mpi/cuda_probe.rs",
     "comm/transport/mpi/exchange.rs",
+    "comm/transport/mpi/ffi.rs",
+    "comm/transport/mpi/library.rs",
     "comm/transport/mpi/mod.rs",
     "comm/transport/mpi/node.rs",
     "comm/transport/mpi/request.rs",

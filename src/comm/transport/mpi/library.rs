@@ -9,7 +9,12 @@
 //! `RTLD_GLOBAL`, because Open MPI's components look its symbols up there, and its functions are
 //! looked up among all symbols of the process, so that a preloaded tool sees the calls.
 
-#![allow(non_camel_case_types, non_snake_case, reason = "names of the MPI standard")]
+#![allow(
+    non_camel_case_types,
+    non_snake_case,
+    clippy::too_many_arguments,
+    reason = "names and parameters of the MPI standard"
+)]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -147,7 +152,12 @@ macro_rules! functions {
                 Ok(Self {
                     $(
                         // SAFETY: the function has this type in the interface with handles `H`.
-                        $name: unsafe { std::mem::transmute::<*mut c_void, _>(find(stringify!($name))?) },
+                        $name: unsafe {
+                            std::mem::transmute::<
+                                *mut c_void,
+                                unsafe extern "C" fn($(c_type!($kind $rust, H)),*) -> c_int,
+                            >(find(stringify!($name))?)
+                        },
                     )*
                 })
             }
@@ -257,7 +267,7 @@ macro_rules! constants {
         }
 
         impl Constants {
-            fn of(interface: Interface, find: &dyn Fn(&str) -> Result<*mut c_void>) -> Result<Self> {
+            fn new(interface: Interface, find: &dyn Fn(&str) -> Result<*mut c_void>) -> Result<Self> {
                 let word = |open_mpi: &str, mpich: u32, standard: isize| match interface {
                     Interface::Mpich => Ok(mpich.cast_signed() as isize),
                     Interface::Standard => Ok(standard),
@@ -478,7 +488,7 @@ fn from_handle(name: &str, handle: *mut c_void) -> Result<Library> {
     };
     let path = in_library("MPI_Init_thread").and_then(file_of).unwrap_or_else(|| name.to_string());
     log::debug!("{path} was opened, which has the interface of {interface:?}");
-    Ok(Library { path, functions, constants: Constants::of(interface, &find)? })
+    Ok(Library { path, functions, constants: Constants::new(interface, &find)? })
 }
 
 /// Returns the path of the file that a function comes from.
@@ -579,7 +589,7 @@ mod tests {
                 _ => Interface::Mpich,
             };
             // Addresses of Open MPI's symbols stand for true.
-            let constants = Constants::of(interface, &|_| Ok(std::ptr::without_provenance_mut(1)));
+            let constants = Constants::new(interface, &|_| Ok(std::ptr::without_provenance_mut(1)));
             for (name, word) in constants.unwrap().named() {
                 assert_eq!(number(name), word, "{compiler}: {name}");
             }
