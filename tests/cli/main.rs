@@ -8,6 +8,7 @@ mod doctor;
 mod environment;
 mod hostile;
 mod pages;
+mod publish;
 mod report;
 mod runs;
 mod setup;
