@@ -9,7 +9,8 @@ use super::train::SourceArgs;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::Cuda;
 use crate::config::{
-    Config, Environment, ModelKind, Parallel, describe_keys, keys_markdown, network, resolve,
+    Config, Environment, ModelKind, Parallel, describe_keys, json_schema, keys_markdown, network,
+    resolve,
 };
 use crate::data::inspect::table;
 use crate::engine::{memory, micro_batches, vocabulary};
@@ -36,6 +37,8 @@ enum ConfigCommand {
         #[arg(long, conflicts_with = "section")]
         markdown: bool,
     },
+    /// Print the JSON schema of the configuration file, for editors.
+    Schema,
     /// Print the resolved configuration: every key with the value that would be used.
     Show {
         #[command(flatten)]
@@ -65,6 +68,7 @@ pub fn run(args: &ConfigArgs) -> Result<()> {
             keys_markdown().map(|page| say(page.trim_end()))
         }
         ConfigCommand::Keys { section, .. } => describe_keys(section.as_deref()).map(say),
+        ConfigCommand::Schema => json(&json_schema()?),
         ConfigCommand::Show { sources, ranks, json } => show(sources, *ranks, *json),
         ConfigCommand::Summary { sources, json } => summary(sources, *json),
     }

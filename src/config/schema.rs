@@ -28,6 +28,8 @@ pub struct Key {
     pub name: &'static str,
     /// The lines of the explanation.
     pub text: &'static [&'static str],
+    /// The type in Rust.
+    pub rust_type: &'static str,
     /// The serde attribute; empty if there is none.
     attribute: &'static str,
 }
@@ -60,6 +62,7 @@ macro_rules! sections {
                 $(Key {
                     name: stringify!($field),
                     text: &[$($text),*],
+                    rust_type: stringify!($type),
                     attribute: stringify!($($attribute)?),
                 },)*
             ];
