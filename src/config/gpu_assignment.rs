@@ -486,7 +486,7 @@ fn assign(
 
 /// Returns the error of a rank without a GPU; `any_sees` is whether any rank sees one.
 fn no_gpu(rank: &str, why: &str, any_sees: bool) -> Error {
-    let hint = "set run.device=cpu to train without GPUs, or run.device=mixed to let ranks without a GPU compute on the CPU";
+    let hint = "set run.device=cpu to compute without GPUs; in hpctrain train, run.device=mixed lets ranks without a GPU compute on the CPU, and --servers N lets them hold the parameters";
     let (why, own) = why.split_once("\nhint: ").unwrap_or((why, hint));
     // If others see GPUs, ranks without one may be servers.
     let hint = if any_sees { hint } else { own };

@@ -387,6 +387,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
     check_batch(&network, micro, synced_ranks)?;
     let loss = loss(&config, &network)?;
     check_batch_loss(&config, &loss, &mesh)?;
+    work_shares::check_idle(counts.as_deref(), loss.over_batch(), &config.model.layers)?;
     let samples = network.sample_spec(&loss);
     check_groups(&config.optimizer.groups, &network)?;
     let schedule = schedule(&config)?;

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Config, Interval};
+use super::{Config, Interval, LayerList};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::mesh::Mesh;
+use hpctrain_nn::layers::Layer;
 use hpctrain_parallel::{ReduceAfter, Storage, VirtualRanks};
 
 /// The shares of the virtual ranks that data-parallel ranks compute.
@@ -53,6 +54,28 @@ impl From<WorkShares> for Written {
             WorkShares::Given(shares) => Self::Shares(shares),
         }
     }
+}
+
+/// Checks that ranks without virtual ranks miss no message of the forwards of others: those of a loss
+/// over the whole batch, and of statistics that ranks share.
+///
+/// # Errors
+/// Returns an error if a rank has none and a forward has such messages.
+pub fn check_idle(counts: Option<&[usize]>, over_batch: bool, layers: &LayerList) -> Result<()> {
+    if counts.is_none_or(|counts| !counts.contains(&0)) {
+        return Ok(());
+    }
+    let shared = match layers {
+        LayerList::List(layers) => Layer::synchronised(layers, "model.layers"),
+        LayerList::Count(_) => None,
+    };
+    let what = match shared {
+        Some(place) => format!("{place} (batch_norm), which shares statistics among ranks"),
+        None if over_batch => "a loss over the whole batch".into(),
+        None => return Ok(()),
+    };
+    Err(Error::input(format!("a share of 0 in parallel.work_shares is not supported with {what}"))
+        .hint("give every rank a positive share"))
 }
 
 /// Returns the number of virtual ranks of each data-parallel rank, if shares are given.
@@ -155,6 +178,18 @@ mod tests {
             (&[ranks, "parallel.work_shares=[1, 0]", central], "has the share 0 of rank 1"),
             (&[ranks, "parallel.work_shares=[0, 0]", central, "parallel.owners=2"], "gives all"),
             (&[ranks, "parallel.work_shares=some"], "is neither"),
+            (
+                &[
+                    ranks,
+                    "parallel.work_shares=[0, 1]",
+                    central,
+                    "model.kind=layers",
+                    "model.input=[8]",
+                    "model.layers=[{kind='dense',units=8}]",
+                    "loss.kind=contrastive",
+                ],
+                "a share of 0 in parallel.work_shares is not supported with a loss over the whole",
+            ),
             (
                 &[ranks, "parallel.work_shares=[1, 2]", "comm.algorithm=ring"],
                 "comm.algorithm = ring requires as many virtual ranks on every rank",

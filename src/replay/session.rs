@@ -348,7 +348,11 @@ impl<'a, B: Kernels> Session<'a, B> {
         found: &FirstBad,
         stop: StopAt,
     ) -> Result<Option<Vec<SampleOutcome>>> {
-        let Some(micro) = found.seen.samples.clone().filter(|_| self.task.mixing.is_none()) else {
+        let counts = self.plan.virtual_rank_counts.as_deref().unwrap_or_default();
+        let all_compute = !counts.contains(&0);
+        let Some(micro) =
+            found.seen.samples.clone().filter(|_| self.task.mixing.is_none() && all_compute)
+        else {
             return Ok(None);
         };
         let rank = self.engine.model.sharded.data().rank();
@@ -357,7 +361,7 @@ impl<'a, B: Kernels> Session<'a, B> {
             micro_batches::open_staged(&self.plan.config, &self.world, &self.topology)?;
         let (all, order) = micro_batches::read_schedule(&self.plan, &train, rank, progress)?;
         let mine: Vec<Range<u64>> = all.take_while(|at| self.is_in_step(at)).collect();
-        // The rank that has the micro-batch, and any micro-batch on the others.
+        // On the rank that has it the micro-batch, and any other micro-batch on the others.
         let wanted = progress.position + micro.start;
         let at = mine.iter().find(|at| at.start == wanted).or(mine.first());
         let at = at.cloned().ok_or_else(|| Error::internal("a rank without micro-batches"))?;

@@ -70,15 +70,16 @@ impl Stragglers {
         self.steps = 0;
         let seconds = std::mem::take(&mut self.seconds);
         let mut stragglers = Vec::new();
-        for (stage, stage_seconds) in
-            self.of_equal_work(&seconds).chunks(self.stage_ranks.max(1)).enumerate()
-        {
-            let found = slow(stage_seconds, self.factor, self.window);
-            stragglers.extend(
-                found
-                    .into_iter()
-                    .map(|(i, times)| Straggler { rank: stage * self.stage_ranks + i, times }),
-            );
+        let computes = |rank: &usize| self.virtual_ranks.get(*rank) != Some(&0);
+        let equal = self.of_equal_work(&seconds);
+        let ranks: Vec<usize> = (0..equal.len()).collect();
+        for of_stage in ranks.chunks(self.stage_ranks.max(1)) {
+            // Ranks without virtual ranks are not compared.
+            let of_stage: Vec<usize> = of_stage.iter().copied().filter(computes).collect();
+            let stage_seconds: Vec<f64> = of_stage.iter().map(|rank| equal[*rank]).collect();
+            let found = slow(&stage_seconds, self.factor, self.window);
+            stragglers
+                .extend(found.into_iter().map(|(i, times)| Straggler { rank: of_stage[i], times }));
         }
         Some(Window { steps: self.window, seconds, stragglers })
     }

@@ -7,7 +7,9 @@
 //!
 //! The library is searched by name, that of the launcher's family first. It is opened with
 //! `RTLD_GLOBAL`, because Open MPI's components look its symbols up there, and its functions are
-//! looked up among all symbols of the process, so that a preloaded tool sees the calls.
+//! looked up among all symbols of the process, so that a preloaded tool sees the calls. A process has
+//! one MPI library: where another one is loaded already, for example by a parallel HDF5, that one is
+//! used, or refused if the user has named a different one.
 
 #![allow(
     non_camel_case_types,
@@ -25,6 +27,9 @@ use hpctrain_base::error::{Error, Result};
 /// The names of Open MPI's library, and of those of MPICH and its descendants: their own interface
 /// before the standard ABI, which has no question whether a library is CUDA-aware.
 const OPEN_MPI: [&str; 2] = ["libmpi.so.40", "libmpi.so.80"];
+/// A function by the name that tools do not replace.
+const PROFILED: &CStr = c"PMPI_Init_thread";
+
 const MPICH: [&str; 3] = ["libmpi.so.12", "libmpich.so.12", "libmpi_abi.so.1"];
 
 /// A binary interface of MPI.
@@ -355,7 +360,7 @@ static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
 pub fn open() -> Result<()> {
     let env = |name: &str| std::env::var(name).ok();
     LIBRARY
-        .get_or_init(|| open_one_of(&candidates(env), launcher(env)))
+        .get_or_init(|| open_one_of(&candidates(env, loaded()), launcher(env)))
         .as_ref()
         .map(drop)
         .map_err(Clone::clone)
@@ -408,10 +413,19 @@ fn launcher(env: impl Fn(&str) -> Option<String>) -> Launcher {
     }
 }
 
-/// Returns the names to try, in this order: the file that the user names, or those of the
-/// launcher's family, then those of the other one.
-fn candidates(env: impl Fn(&str) -> Option<String>) -> Vec<String> {
-    if let Some(path) = env(MPI_LIBRARY).filter(|path| !path.is_empty()) {
+/// Returns the path of an MPI library that this process has loaded already. Tools that see the calls
+/// replace the names without P only.
+fn loaded() -> Option<String> {
+    // SAFETY: a C string.
+    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, PROFILED.as_ptr()) };
+    if found.is_null() { None } else { file_of(found) }
+}
+
+/// Returns the names to try, in this order: the file that the user names, the library that is
+/// `loaded` already, or those of the launcher's family, then those of the other one.
+fn candidates(env: impl Fn(&str) -> Option<String>, loaded: Option<String>) -> Vec<String> {
+    let named = env(MPI_LIBRARY).filter(|path| !path.is_empty());
+    if let Some(path) = named.or(loaded) {
         return vec![path];
     }
     let (open_mpi, mpich) = (OPEN_MPI.iter(), MPICH.iter());
@@ -447,9 +461,12 @@ fn open_one_of(names: &[String], launcher: Launcher) -> Result<Library> {
         }
         return from_handle(name, handle);
     }
+    let although = match launcher {
+        Launcher::Unknown => String::new(),
+        launcher => format!(", although {} started this process", launcher.name()),
+    };
     Err(Error::input(format!(
-        "no MPI library was found, although {} started this process: {}",
-        launcher.name(),
+        "no MPI library was found{although}: {}",
         reasons.join("; ")
     ))
     .hint(format!(
@@ -466,6 +483,20 @@ fn from_handle(name: &str, handle: *mut c_void) -> Result<Library> {
         let found = unsafe { libc::dlsym(handle, text.as_ptr()) };
         (!found.is_null()).then_some(found)
     };
+    // SAFETY: C strings, an open library and the symbols of the process.
+    let [own, first] =
+        [handle, libc::RTLD_DEFAULT].map(|among| unsafe { libc::dlsym(among, PROFILED.as_ptr()) });
+    if own.is_null() {
+        return Err(Error::input(format!("{name} is not an MPI library"))
+            .hint(format!("set {MPI_LIBRARY} to the path of libmpi.so")));
+    }
+    if own != first {
+        let first = file_of(first).unwrap_or_else(|| "another library".into());
+        return Err(Error::input(format!(
+            "{name} cannot be used, since this process has loaded {first} already"
+        ))
+        .hint(format!("set {MPI_LIBRARY}={first}, or use a serial HDF5")));
+    }
     let interface = match in_library("MPI_Abi_get_version") {
         _ if in_library("ompi_mpi_comm_world").is_some() => Interface::OpenMpi,
         Some(query) if has_standard_abi(query) => Interface::Standard,
@@ -477,8 +508,8 @@ fn from_handle(name: &str, handle: *mut c_void) -> Result<Library> {
         // SAFETY: a C string.
         let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, text.as_ptr()) };
         if found.is_null() {
-            return Err(Error::input(format!("{name} has no {symbol}: it is not an MPI library"))
-                .hint(format!("set {MPI_LIBRARY} to the path of another one")));
+            return Err(Error::input(format!("{name} has no {symbol}"))
+                .hint(format!("set {MPI_LIBRARY} to the path of a later version")));
         }
         Ok(found)
     };
@@ -486,7 +517,7 @@ fn from_handle(name: &str, handle: *mut c_void) -> Result<Library> {
         Interface::Mpich => Table::Ints(Functions::find(&find)?),
         Interface::OpenMpi | Interface::Standard => Table::Pointers(Functions::find(&find)?),
     };
-    let path = in_library("MPI_Init_thread").and_then(file_of).unwrap_or_else(|| name.to_string());
+    let path = file_of(own).unwrap_or_else(|| name.to_string());
     log::debug!("{path} was opened, which has the interface of {interface:?}");
     Ok(Library { path, functions, constants: Constants::new(interface, &find)? })
 }
@@ -521,10 +552,13 @@ mod tests {
     use super::*;
 
     fn names(variables: &[(&str, &str)]) -> Vec<String> {
-        candidates(|name| {
+        let env = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);
             found.map(|(_, value)| (*value).to_string())
-        })
+        };
+        let loaded = candidates(env, Some("/there/libmpi.so.12".into()));
+        assert_eq!(loaded, [env(MPI_LIBRARY).unwrap_or("/there/libmpi.so.12".into())]);
+        candidates(env, None)
     }
 
     #[test]
@@ -612,7 +646,7 @@ mod tests {
         );
         assert!(text.contains("hint: ") && text.contains(MPI_LIBRARY), "{text}");
         let other = ["libc.so.6".to_string()];
-        let Err(error) = open_one_of(&other, Launcher::Unknown) else { return };
-        assert!(error.to_string().contains("libc.so.6 has no MPI_Abort"), "{error}");
+        let Err(error) = open_one_of(&other, Launcher::Unknown) else { panic!() };
+        assert!(error.to_string().contains("libc.so.6 is not an MPI library"), "{error}");
     }
 }
