@@ -113,6 +113,15 @@ fn median(values: &[f64]) -> f64 {
 mod tests {
     use super::*;
 
+    /// An owner of central storage that computes nothing makes no other rank slow.
+    #[test]
+    fn ranks_without_work_are_not_compared() {
+        let mut found = Stragglers::new(1.5, 4, 1, vec![0, 0, 3, 5]);
+        assert_eq!(found.step(&[0.01, 0.01, 3.0, 5.0]).unwrap().stragglers.len(), 0);
+        let slow = found.step(&[0.01, 0.01, 3.0, 15.0]).unwrap().stragglers;
+        assert_eq!(slow.iter().map(|one| one.rank).collect::<Vec<_>>(), [3]);
+    }
+
     /// Returns the stragglers found in some steps of ranks that take these seconds.
     fn found(stragglers: &mut Stragglers, steps: usize, seconds: &[f64]) -> Vec<Straggler> {
         (0..steps)
