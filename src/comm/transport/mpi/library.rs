@@ -366,7 +366,7 @@ pub fn open() -> Result<()> {
         .map_err(Clone::clone)
 }
 
-/// Returns the path of the library that [`open`] has opened, if it has.
+/// Returns the path of the library that was opened at run time, if one was.
 pub fn opened_path() -> Option<&'static str> {
     Some(&LIBRARY.get()?.as_ref().ok()?.path)
 }
