@@ -5,12 +5,12 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Command, Output};
 
-/// Runs `scripts/setup --check` in the present environment, with `folder/bin` first in the search
+/// Runs `scripts/setup --linked --check` in the present environment, with `folder/bin` first in the search
 /// path, and with `variables`.
 fn check(folder: &Path, variables: &[(&str, &str)]) -> Output {
     let path = format!("{}:{}", folder.join("bin").display(), std::env::var("PATH").unwrap());
     let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/setup"));
-    command.arg("--check").env("PATH", path);
+    command.args(["--linked", "--check"]).env("PATH", path);
     for name in ["MPICC", "HDF5_DIR", "LIBCLANG_PATH"] {
         command.env_remove(name);
     }
@@ -137,12 +137,15 @@ fn without_a_compiler_of_mpi_a_launcher_is_enough() {
     let bin = folder.path().join("bin");
     fs::create_dir_all(&bin).unwrap();
     let path = std::env::var_os("PATH").unwrap();
-    for program in std::env::split_paths(&path).filter_map(|folder| fs::read_dir(folder).ok()) {
-        for program in program.flatten().filter(|program| program.file_name() != "mpicc") {
+    for programs in std::env::split_paths(&path).filter_map(|folder| fs::read_dir(folder).ok()) {
+        for program in programs.flatten() {
             // The first in the search path counts.
             let _ = std::os::unix::fs::symlink(program.path(), bin.join(program.file_name()));
         }
     }
+    // Debian's package of the launcher has such a compiler, too.
+    fs::remove_file(bin.join("mpicc")).unwrap();
+    program(folder.path(), "mpicc", "exit 1");
     let asked = |arguments: &[&str]| {
         let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/setup"));
         command.arg("--check").args(arguments).env("PATH", &bin).env_remove("MPICC");
@@ -151,5 +154,7 @@ fn without_a_compiler_of_mpi_a_launcher_is_enough() {
     let output = asked(&[]);
     let stdout = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && stdout.contains("--no-default-features"), "{output:?}");
+    let output = asked(&["--features"]);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "--no-default-features\n");
     refused(asked(&["--linked"]), "holds no libclang.so");
 }
