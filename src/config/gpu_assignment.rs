@@ -274,6 +274,9 @@ fn assign_as<B: Backend>(comm: &Comm<B>, config: &Config, choice: DeviceChoice) 
     // The ranks with a GPU.
     let with_gpu: Vec<usize> = (0..chosen.len()).filter(|rank| chosen[*rank].is_some()).collect();
     if with_gpu.is_empty() {
+        if choice == DeviceChoice::Mixed && world.rank() == 0 {
+            log::warn!("run.device = mixed, but no rank sees a GPU: all compute on CPUs");
+        }
         return Ok(only_cpus);
     }
     let is_mixed = with_gpu.len() < chosen.len();
@@ -437,16 +440,12 @@ fn assign(
             no_gpu(&format!("run.device = {choice}: rank {rank} on {host}"), why, any_sees)
         };
         let seen = match view {
-            Ok(seen) if seen.is_empty() && is_mixed => {
+            Ok(seen) if !seen.is_empty() => seen,
+            _ if is_mixed => {
                 chosen.push(None);
                 continue;
             }
-            Err(_) if is_mixed => {
-                chosen.push(None);
-                continue;
-            }
-            Ok(seen) if seen.is_empty() => return Err(none("it sees none")),
-            Ok(seen) => seen,
+            Ok(_) => return Err(none("it sees none")),
             Err(why) => return Err(none(why)),
         };
         let load = |number: usize| {

@@ -339,20 +339,15 @@ impl<B: Kernels> Engine<B> {
                 }
                 units.into_iter().try_for_each(|unit| sharded.skip_turn(unit))
             }
-            Action::Backward(k) => {
+            Action::Backward(k) | Action::BackwardInput(k) => {
+                // With deferred weight gradients these are reduced later.
+                let reduces_now = ends_step(k) && matches!(action, Action::Backward(_));
                 for unit in units.rev() {
                     sharded.skip_turn(unit)?;
-                    if ends_step(k) {
+                    if reduces_now {
                         sharded.reduce_of_others(unit)?;
                     }
                 }
-                match host_embedding {
-                    Some(_) => sharded.host_units()?.skip_backward(),
-                    None => Ok(()),
-                }
-            }
-            Action::BackwardInput(_) => {
-                units.rev().try_for_each(|unit| sharded.skip_turn(unit))?;
                 match host_embedding {
                     Some(_) => sharded.host_units()?.skip_backward(),
                     None => Ok(()),

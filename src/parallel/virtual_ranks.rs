@@ -167,7 +167,7 @@ impl VirtualRanks {
     }
 
     /// Returns the losses of all virtual ranks in their order, from those that each shard of each
-    /// replica with virtual ranks reports. If ranks have as many virtual ranks each, they may report fewer or more of
+    /// replica with virtual ranks reports. If ranks have as many each, they may report fewer or more of
     /// them, such as those of a part of a batch.
     ///
     /// # Errors

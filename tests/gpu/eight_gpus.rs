@@ -13,7 +13,8 @@ const CONTEXT: f64 = 16.0;
 /// Shards, replicas and tensor-parallel ranks.
 const AXES: f64 = 2.0;
 
-/// Trains three steps on eight simulated GPUs.
+/// Trains six steps on eight simulated GPUs. All-gathers under way at the end of a step count in it or
+/// in the next one, which changes the mean of several steps little.
 fn trains_on_eight(root: &std::path::Path, name: &str, more: &[&str]) -> RunFiles {
     let settings = [
         "run.device=cuda",
@@ -29,7 +30,7 @@ fn trains_on_eight(root: &std::path::Path, name: &str, more: &[&str]) -> RunFile
         "parallel.replica=2",
         "parallel.tensor=2",
         "batch.global=8",
-        "run.steps=3",
+        "run.steps=6",
         "eval.samples=2",
         "device.memory_limit=256MiB",
     ];
@@ -83,8 +84,7 @@ fn a_step_on_eight_gpus_requests_what_the_formulae_say() {
     let bf16 = trains_on_eight(root.path(), "bf16", &["comm.dtype=bf16"]);
     let rounded = json(&bf16.path("run.json"))["per_step"]["sent_bytes"].as_f64().unwrap();
     let saved = sent - rounded;
-    // The algorithms of other messages are chosen by their time, and differ in bytes.
-    assert!((saved / (gradients / 2.0) - 1.0).abs() < 0.08, "{saved} of {gradients} bytes saved");
+    assert!((saved / (gradients / 2.0) - 1.0).abs() < 0.05, "{saved} of {gradients} bytes saved");
     let curve = |files: &RunFiles| files.numbers("metrics.jsonl", "loss");
     for (full, rounded) in curve(&files).iter().zip(curve(&bf16)) {
         assert!((full - rounded).abs() < 1e-3 * full, "{full} in f32, {rounded} in bf16");

@@ -24,12 +24,12 @@ use std::sync::OnceLock;
 use crate::environment::MPI_LIBRARY;
 use hpctrain_base::error::{Error, Result};
 
-/// The names of Open MPI's library, and of those of MPICH and its descendants: their own interface
-/// before the standard ABI, which has no question whether a library is CUDA-aware.
-const OPEN_MPI: [&str; 2] = ["libmpi.so.40", "libmpi.so.80"];
 /// A function by the name that tools do not replace.
 const PROFILED: &CStr = c"PMPI_Init_thread";
 
+/// The names of Open MPI's library, and of those of MPICH and its descendants: their own interface
+/// before the standard ABI, which has no question whether a library is CUDA-aware.
+const OPEN_MPI: [&str; 1] = ["libmpi.so.40"];
 const MPICH: [&str; 3] = ["libmpi.so.12", "libmpich.so.12", "libmpi_abi.so.1"];
 
 /// A binary interface of MPI.
@@ -565,7 +565,7 @@ mod tests {
     fn the_library_of_the_launchers_family_comes_first() {
         assert_eq!(names(&[("OMPI_COMM_WORLD_SIZE", "2")]), OPEN_MPI);
         assert_eq!(names(&[("PMI_RANK", "0")])[..3], MPICH);
-        assert_eq!(names(&[("PMIX_RANK", "0")])[..2], OPEN_MPI);
+        assert_eq!(names(&[("PMIX_RANK", "0")])[..1], OPEN_MPI);
         assert_eq!(names(&[("PMI_RANK", "0"), (MPI_LIBRARY, "/x/libmpi.so")]), ["/x/libmpi.so"]);
     }
 
