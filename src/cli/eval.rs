@@ -10,7 +10,7 @@ use super::rank_roles::{RankAssignment, StartCommand};
 use super::with_checkpoint::{SplitChoice, comm_timeout};
 use crate::comm::Launch;
 use crate::config::Time;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::evaluate::{Policy, SidecarOptions, TRAINER_TIMEOUT};
 use crate::job::{self, fail};
 use crate::run_dir::RunDirectory;
@@ -106,12 +106,10 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
 pub fn evaluate(role: &RankAssignment, mut request: SidecarOptions) -> Result<i32> {
     if role.mixed {
         // Only the trainer knows the directory of a run without a name.
-        let gathered = role.job.world().gather_bytes(vec![]).wait()?;
-        let run = gathered
-            .iter()
-            .find(|bytes| !bytes.is_empty())
-            .ok_or_else(|| Error::internal("no trainer sent the directory of its run"))?;
-        request.run = PathBuf::from(String::from_utf8_lossy(run).into_owned());
+        request.run = match role.announcement.wait()? {
+            Ok(run) => run,
+            Err(code) => return Ok(code),
+        };
         let logs = RunDirectory::at(&request.run).logs_path();
         role.comm.world().all_ok(role.comm.watch_in(&logs))?;
     }

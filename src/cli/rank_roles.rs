@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::cpu::Cpu;
 use crate::comm::Comm;
 use crate::error::{Error, Result};
+use crate::evaluate::RunAnnouncement;
 use crate::job::fail;
 use crate::topology::Topology;
 
@@ -37,7 +38,9 @@ pub enum RankRole {
 /// The role of this rank, with the communicators that go with it.
 pub struct RankAssignment {
     /// All ranks of the job.
-    pub job: Comm<Cpu>,
+    job: Comm<Cpu>,
+    /// Sends the evaluators the directory of the run.
+    pub announcement: RunAnnouncement,
     /// A communicator of the ranks of the same role.
     pub comm: Comm<Cpu>,
     /// A communicator of all ranks that train or serve; on an evaluator, of all evaluators.
@@ -88,16 +91,39 @@ impl RankAssignment {
         };
         let threads = Topology::gather(&world, everyone.node().host)?.threads();
         let counts = (roles.len() - evaluators - servers, servers);
-        Ok(Self { job: everyone.clone(), comm, peers: side, role: part, counts, mixed, threads })
+        Ok(Self {
+            job: everyone.clone(),
+            announcement: RunAnnouncement::new(everyone),
+            comm,
+            peers: side,
+            role: part,
+            counts,
+            mixed,
+            threads,
+        })
     }
 
-    /// Aborts the job after an error that all ranks but the evaluators share, for which the
-    /// evaluators would otherwise wait forever.
-    pub fn release_evaluators(&self, error: &Error) {
-        if self.mixed && error.is_shared() && self.peers.rank() == 0 {
-            fail(error);
-            self.job.abort(error.exit_code());
+    /// Ends the evaluators, which would otherwise wait forever, after an error of a rank that trains
+    /// or serves, and returns its exit code if all these ranks have it.
+    ///
+    /// # Errors
+    /// Returns the error if there are no evaluators, or only some ranks have it.
+    pub fn end_evaluators(&self, error: Error) -> Result<i32> {
+        if !(self.mixed && (error.is_shared() || self.peers.size() == 1)) {
+            return Err(error);
         }
+        let code = error.exit_code();
+        if self.peers.rank() == 0 {
+            fail(&error);
+            if self.announcement.is_made() {
+                // They look at the run's directory, and hear no more from its trainer.
+                self.job.abort(code)
+            }
+        }
+        if !self.announcement.is_made() {
+            self.announcement.announce_failure(code)?;
+        }
+        Ok(code)
     }
 }
 

@@ -99,7 +99,7 @@ pub fn run_rank(role: &RankAssignment, mut request: TrainRequest) -> Result<i32>
         RankRole::Trains | RankRole::Evaluates => None,
     };
     let rank = ServedRank {
-        job: &role.job,
+        announcement: &role.announcement,
         peers: &role.peers,
         comm: &role.comm,
         server,
@@ -108,7 +108,7 @@ pub fn run_rank(role: &RankAssignment, mut request: TrainRequest) -> Result<i32>
         threads: role.threads,
     };
     let ended = rank.run(request, Customization::default());
-    Ok(match ended.inspect_err(|e| role.release_evaluators(e))? {
+    Ok(match ended.or_else(|e| role.end_evaluators(e).map(|code| RankEnd::Other(Ok(code))))? {
         RankEnd::Coordinator(ended) => code_of(ended),
         RankEnd::Other(code) => code?,
     })

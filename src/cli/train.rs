@@ -245,9 +245,10 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
             comm,
             StartCommand::Train { evaluators: args.evaluators, servers: args.servers },
         )?;
-        if role.role != RankRole::Evaluates {
-            check_same_config(&role.peers.world(), &request.config)
-                .inspect_err(|e| role.release_evaluators(e))?;
+        if role.role != RankRole::Evaluates
+            && let Err(e) = check_same_config(&role.peers.world(), &request.config)
+        {
+            return role.end_evaluators(e);
         }
         match role.role {
             RankRole::Evaluates => evaluate(&role, args.sidecar_options(&role)),
@@ -265,6 +266,6 @@ fn train_as(role: &RankAssignment, mut request: TrainRequest) -> Result<i32> {
     }
     request.config.eval.inline = false;
     request.threads = Some(role.threads);
-    let outcome = train(&role.comm, &request, Customization::default(), Some(&role.job));
-    outcome.inspect_err(|e| role.release_evaluators(e)).map(|outcome| outcome.exit_code())
+    let outcome = train(&role.comm, &request, Customization::default(), Some(&role.announcement));
+    outcome.map(|outcome| outcome.exit_code()).or_else(|e| role.end_evaluators(e))
 }

@@ -560,7 +560,8 @@ impl<B: Backend> Comm<B> {
 
     /// Aborts *all* ranks, even while they wait for one another.
     ///
-    /// With MPI the communication thread calls `MPI_Abort`; if that has no effect within two
+    /// With MPI the communication thread calls `MPI_Abort` (ranks of Open MPI 4's `mpirun` exit, which
+    /// it takes for the same); if that has no effect within two
     /// seconds, this process exits, which makes the launcher end the others. Between threads of one
     /// process every request of every rank fails from now on, and the calling thread unwinds with
     /// [`Aborted`](crate::Aborted).

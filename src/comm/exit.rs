@@ -1,6 +1,6 @@
 //! The ways a rank ends: an orderly exit, or an abort of all ranks.
 //!
-//! The communication thread aborts the job, with MPI by `MPI_Abort`. If that has not ended the
+//! The communication thread aborts the job, with MPI by `MPI_Abort` or by its own end. If that has not ended the
 //! process after two seconds, it exits by itself.
 
 use std::sync::{Arc, Mutex, PoisonError};

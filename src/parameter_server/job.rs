@@ -1,7 +1,7 @@
 //! Whole runs with parameter servers, with custom data, networks and hooks: as ranks of one job, or
 //! as separate processes.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use super::address::host_of;
@@ -19,6 +19,7 @@ use hpctrain_config::telemetry::say;
 use hpctrain_config::telemetry::startup_summary::keys_without_effect;
 use hpctrain_config::topology::Topology;
 use hpctrain_cpu::Cpu;
+use hpctrain_train::evaluate::RunAnnouncement;
 use hpctrain_train::{Customization, TrainRequest, check_same_config};
 
 /// The name of the coordinator's log file, without its extension.
@@ -107,7 +108,7 @@ pub fn train(
     let serves = |rank: usize| usize::from(order[rank] >= workers);
     let role = comm.role(&(0..order.len()).map(serves).collect::<Vec<_>>())?;
     let rank = ServedRank {
-        job: comm,
+        announcement: &RunAnnouncement::new(comm),
         peers: comm,
         comm: &role,
         server: order[comm.rank()].checked_sub(workers),
@@ -156,9 +157,8 @@ fn share(world: &Group<Cpu>, ended: Option<Result<RunOutcome>>) -> Result<RunOut
 
 /// A rank of a job with parameter servers.
 pub struct ServedRank<'a> {
-    /// All ranks of the job; those that neither work nor serve receive the run's directory by one
-    /// [`Group::gather_bytes`].
-    pub job: &'a Comm<Cpu>,
+    /// Sends all ranks of the job the directory of the run.
+    pub announcement: &'a RunAnnouncement,
     /// The ranks that work or serve.
     pub peers: &'a Comm<Cpu>,
     /// The ranks with the same role as this one.
@@ -208,14 +208,7 @@ impl ServedRank<'_> {
             (Ok(None), custom)
         };
         let opened = self.peers.world().all_ok(opened)?;
-        let own = opened.as_ref().map(|opened| opened.directory().to_string_lossy().into_owned());
-        let gathered =
-            self.job.world().gather_bytes(own.unwrap_or_default().into_bytes()).wait()?;
-        let run = gathered
-            .iter()
-            .find(|path| !path.is_empty())
-            .ok_or_else(|| Error::internal("no rank sent the directory of the run"))?;
-        let run = PathBuf::from(String::from_utf8_lossy(run).into_owned());
+        let run = self.announcement.announce(opened.as_ref().map(CoordinatorRun::directory))?;
         let rendezvous = PsRendezvous::for_run(&run);
         if self.server.is_none() {
             let options = WorkerOptions {

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::run::{Customization, DeviceTable, RankGpu, TrainRequest, bytes_before, train_on};
+use crate::evaluate::RunAnnouncement;
 use crate::planner::{SearchEnvironment, search_layouts_here};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::run_dir::RunOutcome;
@@ -14,7 +15,7 @@ use hpctrain_cpu::Cpu;
 use hpctrain_device::Kernels;
 
 /// Runs a whole training on the device of `run.device`, like `hpctrain train`. Collective over the
-/// world of `comm`. The ranks of `with_evaluators` receive the run's directory, as in [`train_on`].
+/// world of `comm`. `announcement` is that of a job with evaluators, as in [`train_on`].
 ///
 /// Signals end the process at once unless [`signals::listen`](hpctrain_base::signals::record_signals) was
 /// called before; then the run saves first.
@@ -25,7 +26,7 @@ pub fn train(
     comm: &Comm<Cpu>,
     request: &TrainRequest,
     custom: Customization<'_>,
-    with_evaluators: Option<&Comm<Cpu>>,
+    announcement: Option<&RunAnnouncement>,
 ) -> Result<RunOutcome> {
     let request =
         &TrainRequest { config: custom.with_custom_network(&request.config), ..request.clone() };
@@ -46,7 +47,7 @@ pub fn train(
             let here =
                 SearchEnvironment { comm, backend, gpu: None, threads, vocabulary, replaced: 0 };
             let request = laid_out(request, here)?;
-            train_on(comm, &request, custom, with_evaluators.map(Comm::world).as_ref(), open_cpu)
+            train_on(comm, &request, custom, announcement, open_cpu)
         }
         Some(gpu) => {
             let comm = &gpu.device_comm(comm);
@@ -61,8 +62,7 @@ pub fn train(
             let here =
                 SearchEnvironment { comm, backend, gpu: memory, threads, vocabulary, replaced: 0 };
             let request = TrainRequest { gpu: Some(place), ..laid_out(request, here)? };
-            let with_evaluators = with_evaluators.map(|ranks| ranks.on().world());
-            train_on(comm, &request, custom, with_evaluators.as_ref(), backend)
+            train_on(comm, &request, custom, announcement, backend)
         }
     }
 }

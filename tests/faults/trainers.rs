@@ -51,6 +51,7 @@ fn a_second_trainer_is_refused_and_changes_nothing() {
         (Mpirun(2), &[]),
         (Simulate(2), &[]),
         (Mpirun(3), &["--evaluators", "1"]),
+        (Mpirun(3), &["--evaluators", "1", "--servers", "1"]),
     ] {
         let mut command = long(transport, root.path(), "x").resume("auto").command();
         let ended = start_without_waiting(&job, command.args(more)).finish(LIMIT);

@@ -8,6 +8,7 @@ mod new_checkpoints;
 mod predict;
 pub mod predictions;
 mod queue;
+mod run_announcement;
 mod sidecar;
 mod validation_set_check;
 
@@ -16,6 +17,7 @@ pub use new_checkpoints::{NewCheckpoint, NewCheckpoints};
 pub use predict::{predict, predict_array};
 pub use predictions::Predictions;
 pub use queue::Policy;
+pub use run_announcement::RunAnnouncement;
 pub use sidecar::{CustomEvaluation, Evaluated, SidecarOptions, TRAINER_TIMEOUT, watch};
 
 use std::collections::BTreeMap;

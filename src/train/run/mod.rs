@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use self::in_memory::{InMemory, RunObserver};
 use crate::elastic::ElasticJob;
 use crate::energy::Energy;
-use crate::evaluate::{Evaluator, Metrics};
+use crate::evaluate::{Evaluator, Metrics, RunAnnouncement};
 use crate::hang_timeout::{HangTimeout, Phase};
 use crate::hooks::{Hook, Hooks};
 use crate::io_retry::{IoFailureTolerance, is_outage};
@@ -157,9 +157,8 @@ impl RankGpu {
     }
 }
 
-/// Trains. Collective over the world of `comm`. `with_evaluators` is a group of this rank and the
-/// evaluators of the job, which receive the run's directory by one [`Group::gather_bytes`];
-/// `backend` creates the device of a rank.
+/// Trains. Collective over the world of `comm`. `announcement` sends the evaluators of the job, if
+/// it has any, the run's directory; `backend` creates the device of a rank.
 ///
 /// # Errors
 /// Returns the error that ended the run. [`Error::is_shared`] is true if all ranks have the same.
@@ -167,14 +166,14 @@ pub fn train_on<B: Kernels>(
     comm: &Comm<B>,
     request: &TrainRequest,
     custom: Customization<'_>,
-    with_evaluators: Option<&Group<B>>,
+    announcement: Option<&RunAnnouncement>,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
 ) -> Result<RunOutcome> {
     let request =
         &TrainRequest { config: custom.with_custom_network(&request.config), ..request.clone() };
     comm.activity().register_thread(Track::Compute);
     let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
-    let result = run(comm, request, custom, with_evaluators, backend);
+    let result = run(comm, request, custom, announcement, backend);
     match (trace, &result) {
         (Some(trace), Err(e)) if e.is_shared() || comm.size() == 1 => {
             let written = trace.finish(comm);
@@ -191,10 +190,10 @@ fn run<B: Kernels>(
     comm: &Comm<B>,
     request: &TrainRequest,
     custom: Customization<'_>,
-    with_evaluators: Option<&Group<B>>,
+    announcement: Option<&RunAnnouncement>,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
 ) -> Result<RunOutcome> {
-    let mut run = Run::prepare(comm, request, custom, with_evaluators, backend)?;
+    let mut run = Run::prepare(comm, request, custom, announcement, backend)?;
     let ended = run.steps(&request.resume).and_then(|()| run.finish());
     match &ended {
         Ok(ending) => {

@@ -10,7 +10,7 @@ use super::work_shares::divide_by_speed;
 use super::{Customization, Run, Schedule, TrainRequest};
 use crate::elastic::ElasticJob;
 use crate::energy::Energy;
-use crate::evaluate::Evaluator;
+use crate::evaluate::{Evaluator, RunAnnouncement};
 use crate::hang_timeout::HangTimeout;
 use crate::hooks::Hooks;
 use crate::io_retry::IoFailureTolerance;
@@ -75,7 +75,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         comm: &Comm<B>,
         request: &TrainRequest,
         custom: Customization<'h>,
-        with_evaluators: Option<&Group<B>>,
+        announcement: Option<&RunAnnouncement>,
         backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
     ) -> Result<Self> {
         let started = Instant::now();
@@ -210,10 +210,8 @@ impl<'h, B: Kernels> Run<'h, B> {
             timeout => comm.watch(&directory.logs_path(), timeout)?,
         };
         // The evaluators write their heartbeats to the same directory, which was cleared before.
-        if let Some(with_evaluators) = with_evaluators {
-            with_evaluators
-                .gather_bytes(directory.path().to_string_lossy().into_owned().into_bytes())
-                .wait()?;
+        if let Some(announcement) = announcement {
+            announcement.announce(Some(directory.path()))?;
         }
 
         let backend = world.all_ok(backend(&plan))?;

@@ -39,6 +39,7 @@ use super::{
 };
 use crate::algorithms;
 use crate::environment::{YIELD, cores};
+use crate::exit::exit_process;
 use crate::polling::Backoff;
 use crate::shared::Shared;
 use hpctrain_base::error::{Error, Kind, Result};
@@ -63,6 +64,9 @@ const TRIALS: usize = 5;
 /// MPI messages carry copies only if they take less than this fraction of the time of shared
 /// memory: timings at startup are rough.
 const GAIN: f64 = 0.8;
+
+/// Variable of ranks that were started by the `mpirun` of Open MPI before version 5 (ORTE).
+const ORTE: &str = "OMPI_MCA_orte_hnp_uri";
 
 /// Initialises MPI on this thread, which makes all calls from now on.
 ///
@@ -311,7 +315,14 @@ impl Mpi {
     }
 
     /// Aborts all ranks. Also used when an error leaves MPI using memory that is about to be freed.
+    ///
+    /// Open MPI 4's `mpirun` uses freed memory when a rank sends it the message of `MPI_Abort` (PMIx's
+    /// log): one abort in ten ends it with a segmentation fault on a loaded machine, and some hang. It
+    /// ends the job with the same code when a rank exits without `MPI_Finalize`.
     fn abort_all(&self, code: i32) -> ! {
+        if std::env::var_os(ORTE).is_some() {
+            exit_process(code)
+        }
         // SAFETY: called on the thread of all MPI calls, while MPI is initialised. Libraries end all
         // processes for this communicator only.
         unsafe { ffi::MPI_Abort(ffi::comm_world(), code) };
