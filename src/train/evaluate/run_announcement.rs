@@ -1,5 +1,5 @@
-//! The message by which the ranks that train or serve tell the evaluators of their job where the run
-//! is, or that it cannot start.
+//! The message by which the ranks that train or serve send the evaluators of their job the directory of
+//! the run, or the exit code of a run that cannot start.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
