@@ -124,6 +124,7 @@ pub use hpctrain_report::{run_records, runs};
 pub use hpctrain_train as train;
 #[doc(inline)]
 pub use hpctrain_train::{evaluate, planner};
+pub(crate) use hpctrain_watch as watch;
 
 /// Memory and operations of devices: CPUs and NVIDIA GPUs.
 pub mod backend {

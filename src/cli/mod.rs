@@ -27,6 +27,7 @@ mod spawn;
 mod supervise;
 mod train;
 mod verify;
+mod watch;
 mod with_checkpoint;
 
 use std::path::{Path, PathBuf};
@@ -121,6 +122,9 @@ enum Command {
     /// Write an HTML report of runs: curves, time breakdown, ranks, checkpoints, evaluations,
     /// settings.
     Report(report::ReportArgs),
+    /// Show a run in the terminal while it trains or afterwards: curves, throughput, MFU, ranks,
+    /// checkpoints, log.
+    Watch(watch::WatchArgs),
     /// Search parallel layouts for N ranks: print the memory and step time of each, and why others
     /// were rejected.
     Plan(plan::PlanArgs),
@@ -179,6 +183,7 @@ impl Command {
             | Command::DataSandbox
             | Command::Report(_)
             | Command::Runs(_)
+            | Command::Watch(_)
             | Command::Replay(_)
             | Command::Compare(_) => false,
             Command::Ps(_) | Command::Supervise(_) | Command::Spawn(_) => false,
@@ -305,6 +310,7 @@ fn dispatch(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Config(args) => report(config::run(&args)),
         Command::Report(args) => report(report::run(&args)),
         Command::Runs(args) => report(runs::run(&args)),
+        Command::Watch(args) => report(watch::run(&args)),
         Command::Compare(args) => report(compare::run(&args)),
         Command::Man { out } => report(write_manual(&out)),
         Command::Completions { shell } => {

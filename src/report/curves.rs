@@ -133,32 +133,26 @@ impl PageData {
 
 /// Returns all charts that a page may have.
 fn charts(runs: &[RunRecords]) -> Vec<Chart> {
-    let loss =
-        [("loss", "training"), ("validation", "validation"), ("epoch_loss", "mean of an epoch")];
+    let loss = [
+        ("loss", "training"),
+        ("validation", "validation"),
+        ("epoch_loss", "training, epoch mean"),
+    ];
     let mut speeds: Vec<&str> = runs.iter().map(predictions).collect();
     speeds.dedup();
-    let speed = if speeds.len() == 1 {
-        format!("{} a second", speeds[0])
-    } else {
-        "tokens or samples a second".into()
-    };
+    let speed =
+        if speeds.len() == 1 { format!("{}/s", speeds[0]) } else { "tokens/s or samples/s".into() };
     let mut charts = vec![
         chart("loss", "Loss", "", &loss, true),
-        chart("norm", "Norm of the gradient", "", &[("norm", "norm")], true),
+        chart("norm", "Gradient norm", "", &[("norm", "gradient norm")], true),
         chart("rate", "Learning rate", "", &[("rate", "learning rate")], true),
-        chart("speed", &format!("Throughput: {speed}"), "", &[("speed", "throughput")], false),
-        chart("mfu", "MFU: model FLOPs utilisation, %", "", &[("mfu", "MFU")], false),
-        chart("energy", "Energy so far, kWh", "", &[("energy", "energy")], false),
-        chart(
-            "memory",
-            "Memory of rank 0, largest so far",
-            "bytes",
-            &[("memory", "memory")],
-            false,
-        ),
+        chart("speed", &format!("Throughput, {speed}"), "", &[("speed", "throughput")], false),
+        chart("mfu", "Model FLOPs utilisation (MFU), %", "", &[("mfu", "MFU")], false),
+        chart("energy", "Cumulative energy, kWh", "", &[("energy", "energy")], false),
+        chart("memory", "Peak memory of rank 0", "bytes", &[("memory", "peak memory")], false),
         chart(
             "staleness",
-            "Staleness of gradients, mean",
+            "Gradient staleness, mean of a step",
             "",
             &[("staleness", "staleness")],
             false,

@@ -118,6 +118,20 @@ fn energy(run: &RunRecords) -> String {
     }
 }
 
+/// Returns the goodput of a run that has ended.
+fn goodput(run: &RunRecords) -> String {
+    let Some(goodput) = run.summary.as_ref().and_then(|summary| summary.goodput) else {
+        return "–".into();
+    };
+    let Goodput { share, starts, steps_lost, .. } = goodput;
+    let again = match steps_lost {
+        0 => String::new(),
+        steps => format!(", {} steps repeated", grouped(steps)),
+    };
+    let starts = if starts == 1 { String::new() } else { format!(", {starts} starts") };
+    format!("{:.1} %{starts}{again}", 100.0 * share)
+}
+
 /// Returns the axes of a run's mesh with more than one rank.
 fn layout(run: &RunRecords) -> String {
     let mesh = run.mesh();
@@ -151,7 +165,7 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
     let branch = |run: &RunRecords| {
         run.branch.as_ref().map_or_else(String::new, |from| from.from.display().to_string())
     };
-    let columns: [Column<'_>; 13] = [
+    let columns: [Column<'_>; 14] = [
         ("status", text_cell, &status),
         ("steps", number_cell, &steps),
         ("last loss", number_cell, &|run| digits(run.steps.last().map(|step| step.loss))),
@@ -159,6 +173,7 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
         ("throughput, median", number_cell, &speed),
         ("per rank, median", number_cell, &efficiency),
         ("energy", number_cell, &energy),
+        ("goodput", number_cell, &goodput),
         ("parameters", number_cell, &parameters),
         ("layout", text_cell, &layout),
         ("skipped", number_cell, &skipped),
@@ -193,23 +208,9 @@ pub fn environment(runs: &[RunRecords], labels: &[String]) -> String {
     let sent =
         column(|card| card.comm_sent_bytes.map_or_else(|| "–".into(), |sent| bytes(sent as usize)));
     let data = column(|card| card.data.clone().unwrap_or_else(|| "–".into()));
-    let goodput = column(|card| {
-        card.goodput.map_or_else(
-            || "–".into(),
-            |good| {
-                let again = match good.steps_lost {
-                    0 => String::new(),
-                    steps => format!(", {} steps taken again", grouped(steps)),
-                };
-                let plural = if good.starts == 1 { "" } else { "s" };
-                let Goodput { share, starts, .. } = good;
-                format!("{:.1} % of {starts} start{plural}{again}", 100.0 * share)
-            },
-        )
-    });
     let ended = column(|card| time(card.time));
     let device = |run: &RunRecords| run.settings.get("run.device").cloned().unwrap_or_default();
-    let columns: [Column<'_>; 13] = [
+    let columns: [Column<'_>; 12] = [
         ("hpctrain", text_cell, &version),
         ("transport", text_cell, &mpi),
         ("device", text_cell, &device),
@@ -221,7 +222,6 @@ pub fn environment(runs: &[RunRecords], labels: &[String]) -> String {
         ("peak memory of its GPU", number_cell, &gpu),
         ("sent by rank 0", number_cell, &sent),
         ("data", text_cell, &data),
-        ("goodput", text_cell, &goodput),
         ("ended", text_cell, &ended),
     ];
     run_table(runs, labels, &columns)

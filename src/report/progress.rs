@@ -188,8 +188,7 @@ pub fn skipped(run: &RunRecords) -> String {
     let rows = shown.iter().map(|step| {
         vec![number(grouped(step.step)), value(step.loss), value(step.grad_norm), value(step.lr)]
     });
-    let head =
-        ["step", "loss", "norm of the gradient", "learning rate"].map(number).into_iter().collect();
+    let head = ["step", "loss", "gradient norm", "learning rate"].map(number).into_iter().collect();
     let count = skipped.len() as u64;
     let summary =
         format!("{} of {} updates were skipped.", grouped(count), grouped(run.steps.len() as u64));

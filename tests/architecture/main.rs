@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// The crates of `src/`, each with those that it uses, lowest first. All other folders are of the
 /// root's crate, which uses every one.
-const CRATES: [(&str, &[&str]); 16] = [
+const CRATES: [(&str, &[&str]); 17] = [
     ("base", &[]),
     ("data", &["base"]),
     ("device", &["base"]),
@@ -56,6 +56,7 @@ const CRATES: [(&str, &[&str]); 16] = [
         ],
     ),
     ("report", &["base", "checkpoint", "config", "data"]),
+    ("watch", &["base", "checkpoint", "config", "report"]),
     (ROOT, &[]),
 ];
 

@@ -150,7 +150,7 @@ impl Progress {
 }
 
 /// Formats seconds as `h:mm:ss` or `m:ss`.
-fn clock(seconds: f64) -> String {
+pub fn clock(seconds: f64) -> String {
     let whole = Duration::from_secs_f64(seconds.clamp(0.0, 1e9)).as_secs();
     let hours = whole / 3600;
     let minutes = whole / 60 % 60;

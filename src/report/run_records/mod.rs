@@ -194,8 +194,12 @@ fn noted<T: serde::de::DeserializeOwned>(
     Ok(found.records)
 }
 
-/// Reads the configuration, as a struct and by key.
-fn configuration(
+/// Reads the configuration of the run in `directory`, which messages call `path`, as a struct and by
+/// key.
+///
+/// # Errors
+/// Returns an error if the directory is not a run, or of another version.
+pub fn configuration(
     path: &Path,
     directory: &RunDirectory,
 ) -> Result<(Config, BTreeMap<String, String>)> {

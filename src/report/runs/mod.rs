@@ -9,4 +9,4 @@ mod summary;
 
 pub use compare::Comparison;
 pub use listing::{Listing, SortBy};
-pub use summary::{RunState, RunSummary};
+pub use summary::{RunState, RunSummary, state};

@@ -299,8 +299,9 @@ fn note_damage<T>(tail: &Tail<T>, file: &str, notes: &mut Vec<String>) {
     }
 }
 
-/// Returns the state: a trainer with heartbeats takes precedence over the END marker.
-fn state(
+/// Returns the state at time `now` of a run with the END marker `ended`: a trainer with heartbeats
+/// takes precedence over the marker. Adds a note if the trainer cannot be determined.
+pub fn state(
     run: &RunDirectory,
     ended: Option<&End>,
     now: SystemTime,
