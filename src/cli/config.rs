@@ -1,6 +1,8 @@
 //! `hpctrain config`: prints configuration keys, the resolved configuration, and the layers of the
 //! model.
 
+use std::path::{Path, PathBuf};
+
 use clap::{Args, Subcommand};
 use serde::Serialize;
 
@@ -9,15 +11,16 @@ use super::train::SourceArgs;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::Cuda;
 use crate::config::{
-    Config, Environment, ModelKind, Parallel, describe_keys, json_schema, keys_markdown, network,
-    resolve,
+    Config, Environment, ModelKind, Parallel, Upgraded, describe_keys, json_schema, keys_markdown,
+    network, resolve, upgrade,
 };
 use crate::data::inspect::table;
 use crate::engine::{memory, micro_batches, vocabulary};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::nn::LayerSummary;
 use crate::nn::layers::format_shape;
-use crate::telemetry::{bytes, grouped, say};
+use crate::own_files;
+use crate::telemetry::{bytes, grouped, say, say_error};
 
 /// Arguments of `hpctrain config`.
 #[derive(Args)]
@@ -39,6 +42,14 @@ enum ConfigCommand {
     },
     /// Print the JSON schema of the configuration file, for editors.
     Schema,
+    /// Write a configuration file with the present names of keys and values, with its comments.
+    Upgrade {
+        /// The configuration file.
+        file: PathBuf,
+        /// Replace the file instead of printing the new one.
+        #[arg(long)]
+        in_place: bool,
+    },
     /// Print the resolved configuration: every key with the value that would be used.
     Show {
         #[command(flatten)]
@@ -68,10 +79,30 @@ pub fn run(args: &ConfigArgs) -> Result<()> {
             keys_markdown().map(|page| say(page.trim_end()))
         }
         ConfigCommand::Keys { section, .. } => describe_keys(section.as_deref()).map(say),
+        ConfigCommand::Upgrade { file, in_place } => upgrade_file(file, *in_place),
         ConfigCommand::Schema => json(&json_schema()?),
         ConfigCommand::Show { sources, ranks, json } => show(sources, *ranks, *json),
         ConfigCommand::Summary { sources, json } => summary(sources, *json),
     }
+}
+
+/// Upgrades a file; prints the new names on standard error.
+fn upgrade_file(file: &Path, in_place: bool) -> Result<()> {
+    let text =
+        std::fs::read_to_string(file).map_err(|e| Error::io("read the configuration", file, e))?;
+    let Upgraded { text: upgraded, renamed } = upgrade(&text, &file.display().to_string())?;
+    for (former, ours) in &renamed {
+        say_error(format_args!("{former} is now {ours}"));
+    }
+    if renamed.is_empty() {
+        say_error(format_args!("{} has the present names of all keys", file.display()));
+    }
+    if !in_place {
+        say(upgraded.trim_end());
+    } else if upgraded != text {
+        own_files::replace(file, upgraded.as_bytes()).map_err(|e| Error::io("write", file, e))?;
+    }
+    Ok(())
 }
 
 /// Returns the number of token ids in the data, if the network depends on it.

@@ -117,6 +117,14 @@ const FORMER: [(&str, &str); 22] = [
     ("log.sample", "log.sample_tokens"),
 ];
 
+/// Former names of values: key, name, present name. Values read them themselves.
+const VALUES: [(&str, &str, &str); 4] = [
+    ("comm.algorithm", "mpi", "vendor"),
+    ("comm.algorithm", "tree", "halving-doubling"),
+    ("comm.transport", "direct", "cuda-aware"),
+    ("comm.transport", "staged", "host-staged"),
+];
+
 /// Returns a name in the form that [`Names`] has: in lower case, without `_` and `-`.
 fn plain(name: &str) -> String {
     name.to_lowercase().replace(['_', '-'], "")
@@ -168,7 +176,7 @@ fn twice(alias: &str, ours: &str) -> Error {
 }
 
 /// Converts the value of a key that was given by another name.
-fn converted(ours: &str, value: Value) -> Value {
+pub(super) fn converted(ours: &str, value: Value) -> Value {
     match (ours, value.as_str()) {
         ("device.matmul_autotune", Some("timed")) => true.into(),
         ("device.matmul_autotune", Some("heuristic")) => false.into(),
@@ -177,7 +185,7 @@ fn converted(ours: &str, value: Value) -> Value {
 }
 
 /// Returns the key that means exactly the same as a key of another name in this section.
-fn same(section: &str, key: &str) -> Option<&'static str> {
+pub(super) fn same(section: &str, key: &str) -> Option<&'static str> {
     let dotted = format!("{section}.{key}");
     if dotted == "device.matmul" {
         return Some("device.matmul_autotune");
@@ -199,9 +207,20 @@ pub(super) fn is_alias(section: &str, key: &str) -> bool {
     same(section, key).is_some()
 }
 
+/// Returns the present name of a section that is given by its former one.
+pub(super) fn former_section(section: &str) -> Option<&'static str> {
+    SECTIONS.iter().find(|(former, _)| *former == section).map(|(_, ours)| *ours)
+}
+
 /// Returns the present name of a section, which may be given by its former one.
 pub(super) fn section_of_alias(section: &str) -> &str {
-    SECTIONS.iter().find(|(former, _)| *former == section).map_or(section, |(_, ours)| ours)
+    former_section(section).unwrap_or(section)
+}
+
+/// Returns the former name of a value of a key, and its present one.
+pub(super) fn former_value(key: &str, value: &str) -> Option<(&'static str, &'static str)> {
+    let found = VALUES.iter().find(|(its, former, _)| *its == key && *former == value)?;
+    Some((found.1, found.2))
 }
 
 /// Returns the key that another program's key means here; `section` is the section that it is in,
@@ -301,6 +320,10 @@ mod tests {
             assert_eq!(read, set(&[canonical]).unwrap(), "{given}");
             // An alias of a value is not an alias of a key.
             assert_eq!(aliases.is_empty(), given.starts_with("comm.algorithm"), "{given}");
+        }
+        for (key, former, ours) in VALUES {
+            let [read, present] = [former, ours].map(|value| set(&[&format!("{key}={value}")]));
+            assert_eq!(read.unwrap(), present.unwrap(), "{key}={former}");
         }
         let error = set(&["batch.batch_size=8"]).unwrap_err().to_string();
         assert!(error.contains("did you mean `batch.global`?"), "{error}");

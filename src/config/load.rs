@@ -181,7 +181,7 @@ pub fn written(section: &impl Serialize) -> Result<Table> {
     toml::from_str(&text).map_err(|e| internal(&e))
 }
 
-fn internal(error: &impl Display) -> Error {
+pub(super) fn internal(error: &impl Display) -> Error {
     Error::internal(format!("configuration: {error}"))
 }
 
@@ -212,12 +212,18 @@ fn remove_nulls(value: &mut serde_json::Value) {
 }
 
 /// Parses a TOML file, in which every key is optional. Unlike [`load`], expands no paths and merges
-/// no presets.
+/// no presets. Records of older versions are read: keys may have their former names.
 impl FromStr for Config {
     type Err = toml::de::Error;
 
     fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
-        toml::from_str(text)
+        toml::from_str(text).or_else(|e| {
+            let mut table: Table = toml::from_str(text)?;
+            match rename(&mut table) {
+                Ok(renamed) if !renamed.is_empty() => toml::from_str(&table.to_string()),
+                _ => Err(e),
+            }
+        })
     }
 }
 
@@ -263,14 +269,15 @@ fn preset(name: &str) -> Result<&'static str> {
 
 /// One source of keys.
 #[derive(Default)]
-struct Layer {
-    table: Table,
+pub(super) struct Layer {
+    /// The keys, by their present names.
+    pub table: Table,
     /// See [`Config::aliases`].
-    aliases: BTreeMap<String, String>,
+    pub aliases: BTreeMap<String, String>,
 }
 
 /// Parses one layer, refusing keys and values that the schema does not know.
-fn parse_layer(text: &str, origin: &str) -> Result<Layer> {
+pub(super) fn parse_layer(text: &str, origin: &str) -> Result<Layer> {
     let mut table: Table = toml::from_str(text).map_err(|e| explain(&e, text, origin))?;
     unknown_keys::check(text, origin)?;
     let aliases = rename(&mut table).map_err(|e| e.at(origin))?;

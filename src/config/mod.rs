@@ -37,6 +37,7 @@ pub mod telemetry;
 mod time;
 pub mod topology;
 mod unknown_keys;
+mod upgrade;
 mod work_shares;
 
 pub use device::DeviceChoice;
@@ -61,4 +62,5 @@ pub use schema::*;
 pub use servers::{Partition, Staleness};
 pub use size::Size;
 pub use time::Time;
+pub use upgrade::{Upgraded, upgrade};
 pub use work_shares::WorkShares;

@@ -4,6 +4,7 @@
 
 mod bad_input;
 mod commands;
+mod compat;
 mod doctor;
 mod environment;
 mod hostile;
