@@ -1,8 +1,8 @@
 //! The size and the name of a job, by its options, the configuration and the site file.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use super::SubmitOptions;
+use super::batch_system::BatchSystem;
 use super::quote::check_line;
 use super::site::SiteFile;
 use crate::config::{Config, DeviceChoice, Time};
@@ -16,6 +16,25 @@ const LONGEST_LEAD: u64 = 120;
 
 /// The longest name of a job, which PBS sets.
 const LONGEST_NAME: usize = 230;
+
+/// The options of a job that neither the configuration nor the site file gives.
+#[derive(Debug, Clone)]
+pub struct SubmitOptions {
+    /// The number of nodes.
+    pub nodes: usize,
+    /// The number of ranks on each node. Default: one per GPU, or one per group of cores.
+    pub ranks_per_node: Option<usize>,
+    /// The time limit. Default: that of the site file.
+    pub time: Option<Time>,
+    /// The name of the job. Default: the name that the run would have.
+    pub name: Option<String>,
+    /// The batch system. Default: that of the site file, or the one whose command is on `PATH`.
+    pub scheduler: Option<BatchSystem>,
+    /// The site file. Default: `hpctrain/site.toml` in the user's directory of configurations.
+    pub site: Option<PathBuf>,
+    /// Arguments of `hpctrain train`.
+    pub arguments: Vec<String>,
+}
 
 /// A job.
 #[derive(Debug, Clone)]

@@ -121,7 +121,8 @@ mod tests {
 
     #[test]
     fn a_layout_that_the_ranks_choose_is_searched() {
-        let auto = [&KNOWN[..], &["parallel.layout=auto"]].concat();
+        let few = ["parallel.layout=auto", "parallel.pipeline=1", "parallel.tensor=1"];
+        let auto = [&KNOWN[..], &few, &["model.layers=2"]].concat();
         let line = on_gpus("", &auto).unwrap();
         assert!(line.starts_with("the ranks choose one of "), "{line}");
         let error = on_gpus("gpu_memory = '100MiB'", &auto).unwrap_err().to_string();

@@ -1,12 +1,14 @@
 //! `hpctrain submit`: writes the job script of a batch system, and submits it.
 //!
 //! `job.rs` sizes the job by the configuration and the site file, `memory.rs` checks that it fits,
-//! `script.rs` writes it. The batch systems differ in directives, in how a job is requeued, and in
-//! the launcher: `slurm.rs`, `pbs.rs`, `flux.rs` and `launcher.rs` have these.
+//! `script.rs` writes it. The batch systems differ in directives and in how a job is requeued
+//! (`slurm.rs`, `pbs.rs`, `flux.rs`), and in the launcher (`launch_command.rs`).
 
 mod batch_system;
+mod dialect;
 mod flux;
 mod job;
+mod launch_command;
 mod launcher;
 mod memory;
 mod pbs;
@@ -15,33 +17,13 @@ mod script;
 mod site;
 mod slurm;
 
-use std::path::PathBuf;
-
 pub use batch_system::BatchSystem;
+pub use job::SubmitOptions;
 
-use crate::config::{Config, Time};
+use crate::config::Config;
 use crate::error::Result;
 use job::BatchJob;
 use site::SiteFile;
-
-/// The options of a job that neither the configuration nor the site file gives.
-#[derive(Debug, Clone)]
-pub struct SubmitOptions {
-    /// The number of nodes.
-    pub nodes: usize,
-    /// The number of ranks on each node. Default: one per GPU, or one per group of cores.
-    pub ranks_per_node: Option<usize>,
-    /// The time limit. Default: that of the site file.
-    pub time: Option<Time>,
-    /// The name of the job. Default: the name that the run would have.
-    pub name: Option<String>,
-    /// The batch system. Default: that of the site file, or the one whose command is on `PATH`.
-    pub scheduler: Option<BatchSystem>,
-    /// The site file. Default: `hpctrain/site.toml` in the user's directory of configurations.
-    pub site: Option<PathBuf>,
-    /// Arguments of `hpctrain train`.
-    pub arguments: Vec<String>,
-}
 
 /// A job script.
 #[derive(Debug, Clone)]

@@ -1,8 +1,8 @@
 //! The parts of a job script that are those of OpenPBS and PBS Professional.
 
 use super::batch_system::BatchSystem;
+use super::dialect::Dialect;
 use super::job::BatchJob;
-use super::script::Dialect;
 use super::site::SiteFile;
 use crate::error::Result;
 

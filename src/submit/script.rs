@@ -1,32 +1,14 @@
 //! Writes a job script: the checks of `hpctrain doctor`, then training, then the requeue.
 
 use super::batch_system::BatchSystem;
+use super::dialect::Dialect;
 use super::job::BatchJob;
-use super::launcher::Launcher;
+use super::launch_command::{launch_command, launcher_of};
+use super::launcher::{Launcher, MpiLibrary};
 use super::quote::{quote, quote_all};
 use super::site::SiteFile;
 use super::{flux, pbs, slurm};
 use crate::error::Result;
-
-/// The parts of a job script that differ between batch systems.
-pub(super) struct Dialect {
-    /// The beginning of a line with a directive.
-    pub prefix: &'static str,
-    /// The directives.
-    pub directives: Vec<String>,
-    /// Whether the batch system signals the ranks before the time limit.
-    pub has_signal: bool,
-    /// The job's number, as an expression of the shell.
-    pub job_id: &'static str,
-    /// How often the job was requeued, as an expression of the shell.
-    pub restarts: &'static str,
-    /// The nodes of the job, as an expression of the shell.
-    pub nodes: &'static str,
-    /// A command at the beginning.
-    pub setup: Option<&'static str>,
-    /// The commands that requeue the job.
-    pub requeue: &'static str,
-}
 
 /// The commands after the settings: the same for all batch systems.
 const STEPS: &str = r#"# A job that is always interrupted for the same reason is not requeued for ever.
@@ -56,6 +38,13 @@ fi
 exit "$code"
 "#;
 
+/// Makes Open MPI pass these variables to all nodes; other launchers pass all variables. Supervise
+/// adds one to the list, so it cannot be mixed with the option `-x`.
+const PASSED: &str = r#"export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}
+# Open MPI's mpirun passes only these variables to the other nodes.
+list=${OMPI_MCA_mca_base_env_list:-}
+export OMPI_MCA_mca_base_env_list="${list:+$list;}PATH;LD_LIBRARY_PATH;HDF5_USE_FILE_LOCKING""#;
+
 /// Starts the ranks with the time that is left, which after a restart is less.
 const START_IN_TIME: &str = r#"start=(bash -c 'left=$((deadline - $(date +%s))); exec "$@" --set run.time_limit="$((left > 0 ? left : 1))s"' start "${launch[@]}")"#;
 
@@ -70,7 +59,7 @@ pub(super) fn script(
     site: &SiteFile,
     plan: &str,
 ) -> Result<String> {
-    let launcher = Launcher::of(site, system)?;
+    let launcher = launcher_of(site, system)?;
     let dialect = match system {
         BatchSystem::Slurm => slurm::dialect(job, site, launcher),
         BatchSystem::Pbs => pbs::dialect(job, site)?,
@@ -79,7 +68,7 @@ pub(super) fn script(
     let sections = [
         head(job, site, plan, &dialect),
         environment(job, site, launcher, &dialect)?,
-        settings(job, &launcher.words(job, site.mpi), &dialect)?,
+        settings(job, &launch_command(launcher, job, site.mpi), &dialect)?,
         format!("requeue() {{\n{}\n}}\n{STEPS}", dialect.requeue),
     ];
     Ok(sections.join("\n"))
@@ -133,9 +122,8 @@ fn environment(
             .into(),
     );
     lines.push("export HDF5_USE_FILE_LOCKING=FALSE".into());
-    if launcher == Launcher::Mpirun {
-        lines.push("# mpirun -x warns about variables that are not set.".into());
-        lines.push("export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}".into());
+    if launcher == Launcher::Mpirun && site.mpi == MpiLibrary::OpenMpi {
+        lines.push(PASSED.into());
     }
     Ok(lines.join("\n") + "\n")
 }
@@ -180,7 +168,7 @@ mod tests {
     const PLAN: &str = "pipeline 1 × replica 4 × shard 1 × tensor 1, ZeRO 0, micro-batches of 8; a rank needs 90 MiB of memory";
 
     const SITE: &str = "partition = 'gpu'\naccount = 'proj-1'\nmodules = ['gcc/13', 'openmpi']\n\
-                        setup = ['export NCCL_SOCKET_IFNAME==ib0']\n";
+                        setup = ['export NCCL_DEBUG=INFO']\n";
 
     fn site(text: &str) -> SiteFile {
         SiteFile::parse(text, "/s.toml".into()).unwrap()

@@ -183,6 +183,25 @@ mod tests {
     }
 
     #[test]
+    fn the_page_explains_every_key() {
+        let page = include_str!("../../docs/cluster.md");
+        let block = page.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next());
+        let site = SiteFile::parse(block.unwrap(), "docs/cluster.md".into()).unwrap();
+        assert_eq!((site.gpus_per_node, site.extra.len()), (4, 2));
+        let error = refused("x = 1");
+        let keys: Vec<&str> = error.split('`').skip(3).step_by(2).collect();
+        assert!(keys.len() > 12, "{error}");
+        for key in keys {
+            assert!(
+                page.contains(&format!("| `{key}` |"))
+                    || page.contains(&format!("or `{key}` |"))
+                    || page.contains(&format!("| `{key}` or")),
+                "{key}"
+            );
+        }
+    }
+
+    #[test]
     fn the_queue_is_the_partition() {
         let site = SiteFile::parse("queue = 'q'\nlauncher = 'flux run'", "x".into()).unwrap();
         assert_eq!(

@@ -1,8 +1,8 @@
 //! The parts of a job script that are Slurm's.
 
+use super::dialect::Dialect;
 use super::job::BatchJob;
 use super::launcher::Launcher;
-use super::script::Dialect;
 use super::site::SiteFile;
 
 /// Returns Slurm's parts of a job script.

@@ -19,7 +19,7 @@ cd '/home/me/my project'
 # Scripts of environment modules read variables that are not set.
 set +u
 module load gcc/13 openmpi
-export NCCL_SOCKET_IFNAME==ib0
+export NCCL_DEBUG=INFO
 set -u
 # Lustre and NFS without a lock service refuse HDF5's locks, which protect nothing here.
 export HDF5_USE_FILE_LOCKING=FALSE

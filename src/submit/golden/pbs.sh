@@ -17,19 +17,21 @@ cd '/home/me/my project'
 # Scripts of environment modules read variables that are not set.
 set +u
 module load gcc/13 openmpi
-export NCCL_SOCKET_IFNAME==ib0
+export NCCL_DEBUG=INFO
 set -u
 # Lustre and NFS without a lock service refuse HDF5's locks, which protect nothing here.
 export HDF5_USE_FILE_LOCKING=FALSE
-# mpirun -x warns about variables that are not set.
 export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}
+# Open MPI's mpirun passes only these variables to the other nodes.
+list=${OMPI_MCA_mca_base_env_list:-}
+export OMPI_MCA_mca_base_env_list="${list:+$list;}PATH;LD_LIBRARY_PATH;HDF5_USE_FILE_LOCKING"
 
 hpctrain=/opt/hpctrain/bin/hpctrain
 # The name stays the same after a requeue.
 run_name=${RUN_NAME:-small-${PBS_JOBID%%.*}}
 restarts=${RESTARTS:-0}
 nodes=$(sort -u "$PBS_NODEFILE" | paste -sd, -)
-launch=(mpirun --map-by ppr:2:node:PE=4 --bind-to core -x PATH -x LD_LIBRARY_PATH -x HDF5_USE_FILE_LOCKING)
+launch=(mpirun --map-by ppr:2:node:PE=4 --bind-to core)
 doctor=(--require-gpus --run-root runs)
 train=(--config my.toml --set run.steps=500 --set run.name="$run_name" --resume auto)
 # The run saves and ends 120 seconds before the time limit.
