@@ -13,3 +13,4 @@ mod report;
 mod runs;
 mod setup;
 mod slurm;
+mod submit;
