@@ -146,6 +146,8 @@ mod elastic;
 pub mod prelude;
 #[doc(hidden)]
 pub mod replay;
+#[doc(hidden)]
+pub mod submit;
 pub mod supervise;
 #[doc(hidden)]
 pub mod verify;

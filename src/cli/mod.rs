@@ -24,6 +24,7 @@ mod sample;
 mod servers;
 mod simulate;
 mod spawn;
+mod submit;
 mod supervise;
 mod train;
 mod verify;
@@ -80,6 +81,8 @@ enum Command {
     Spawn(spawn::SpawnArgs),
     /// Restart a job until its run is complete: hpctrain supervise -- mpirun -np 8 hpctrain train
     Supervise(supervise::SuperviseArgs),
+    /// Write the job script for Slurm, PBS or Flux that checks its nodes and trains, and submit it.
+    Submit(submit::SubmitArgs),
     /// Check that loss, parameters and optimizer state are bitwise equal on any number of ranks and
     /// in any ZeRO stage.
     Verify(verify::VerifyArgs),
@@ -187,6 +190,7 @@ impl Command {
             | Command::Replay(_)
             | Command::Compare(_) => false,
             Command::Ps(_) | Command::Supervise(_) | Command::Spawn(_) => false,
+            Command::Submit(_) => false,
             Command::Agent(_) | Command::ElasticHosts(_) => false,
             Command::Completions { .. } | Command::Man { .. } => false,
         }
@@ -304,6 +308,7 @@ fn dispatch(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Ps(PsCommand::Coordinator(args)) => coordinate::run(&args),
         Command::Ps(PsCommand::Status(args)) => report(servers::status(&args)),
         Command::Supervise(args) => supervise::run(args),
+        Command::Submit(args) => report(submit::run(&args)),
         Command::ElasticHosts(args) => supervise::run_elastic_hosts(&args),
         Command::Data(args) => report(data::run(args)),
         Command::Checkpoint(args) => checkpoint::run(&args),

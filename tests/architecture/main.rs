@@ -75,7 +75,7 @@ const AREAS: [(&str, &[&[&str]]); 6] = [
         ROOT,
         &[
             &["bench"],
-            &["doctor", "supervise", "verify"],
+            &["doctor", "submit", "supervise", "verify"],
             &["replay"],
             &["cli"],
             &["prelude"],

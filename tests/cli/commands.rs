@@ -30,7 +30,7 @@ fn help_names_every_command() {
         .lines()
         .filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next())
         .collect();
-    let known = "train eval predict simulate ps supervise agent verify sample plan data checkpoint \
+    let known = "train eval predict simulate ps supervise submit agent verify sample plan data checkpoint \
                  report watch runs replay spawn compare config doctor bench completions man";
     let sorted = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
     let others = commands.iter().copied().filter(|command| *command != "help").collect();

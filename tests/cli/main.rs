@@ -14,4 +14,5 @@ mod report;
 mod runs;
 mod setup;
 mod slurm;
+mod submit;
 mod watch;

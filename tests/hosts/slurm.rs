@@ -95,6 +95,22 @@ impl Slurm {
         Job { slurm: self, number, log: log.to_str().unwrap().into() }
     }
 
+    /// Submits a job of two ranks on each node by `hpctrain submit`, to train a run whose name begins
+    /// with `name`. `site` is the text of a site file.
+    #[track_caller]
+    fn submit_by_program(&self, site: &str, name: &str, arguments: &[String]) -> Job<'_> {
+        let path = self.root.path().join("site.toml");
+        std::fs::write(&path, site).unwrap();
+        let mut command = self.script(&["run"]);
+        command.arg(program()).args(["submit", "--now", "--nodes", "2", "--ranks-per-node", "2"]);
+        command.args(["--scheduler", "slurm", "--time", "30m", "--name", name, "--out", "job"]);
+        command.arg("--site").arg(&path).args(arguments).current_dir(self.root.path());
+        with_simulator(&mut command).env("CUDASIM_DEVICES", "2");
+        let number = finish(&mut command).succeeded().stdout.trim().to_string();
+        let log = self.root.path().join(format!("{name}-{number}.log"));
+        Job { slurm: self, number, log: log.to_str().unwrap().into() }
+    }
+
     /// Preempts the jobs on these nodes with a job that ends at once.
     #[track_caller]
     fn preempt(&self, nodes: &str) {
@@ -230,6 +246,46 @@ fn a_gpu_that_computes_wrongly_fails_the_job_before_it_trains() {
     assert_eq!((&*job.property("ExitCode"), &*job.property("Restarts")), ("1:0", "0"));
     let reason = "preflight failed: hpctrain doctor ended with code 1 on h[0-1]";
     assert!(job.log().contains(reason) && !slurm.files("x").0.exists(), "{}", job.log());
+}
+
+#[test]
+#[ignore = "takes minutes: scripts/test full runs it"]
+fn a_job_of_hpctrain_submit_checks_its_nodes_and_trains_on_gpus() {
+    let Some(slurm) = Slurm::new() else { return };
+    let settings = [&SETTINGS[..], &["run.steps=30"]].concat();
+    let site = "partition = 'low'\ngpus_per_node = 2\ncores_per_node = 8\n";
+    let job = slurm.submit_by_program(site, "x", &sets(&settings));
+    job.ends("COMPLETED");
+    let files = slurm.files(&format!("runs/x-{}", job.number));
+    let log = job.log();
+    assert!(log.find("✓ run root shared") < log.find("\nrun          runs/x-"), "{log}");
+    let card = json(&files.path("run.json"));
+    assert_eq!(card["hosts"], serde_json::json!(["h0", "h0", "h1", "h1"]), "{card}");
+    files.same_as(&on_one_gpu(slurm.root.path(), &settings), 30, "submitted");
+}
+
+/// The directory of runs of the second node is on a file system of that node.
+#[test]
+#[ignore = "takes minutes: scripts/test full runs it"]
+fn a_job_of_hpctrain_submit_stops_at_a_node_that_does_not_share_the_runs() {
+    let Some(slurm) = Slurm::new() else { return };
+    let runs = slurm.root.path().join("runs");
+    std::fs::create_dir(&runs).unwrap();
+    slurm.hosts.run_script(&["run", "h1", "mount", "-t", "tmpfs", "tmpfs", runs.to_str().unwrap()]);
+    let job = slurm.submit_by_program("cores_per_node = 8", "x", &sets(&["run.device=cpu"]));
+    job.ends("FAILED");
+    assert_eq!((&*job.property("ExitCode"), &*job.property("Restarts")), ("1:0", "0"));
+    let log = job.log();
+    let end = log.rsplit("\n✗ ").next().unwrap();
+    assert!(
+        end.starts_with("run root shared ")
+            && end.contains("rank 2 on h1: this node does not see what rank 0 writes in "),
+        "{log}"
+    );
+    let reason =
+        "preflight failed: hpctrain doctor ended with code 1 on h[0-1]; nothing was trained\n";
+    assert!(end.ends_with(reason), "{log}");
+    assert_eq!(std::fs::read_dir(&runs).unwrap().count(), 0, "{log}");
 }
 
 #[test]
