@@ -6,6 +6,10 @@
 
 mod activation;
 mod attention;
+#[cfg(target_arch = "x86_64")]
+mod bf16;
+#[cfg(not(target_arch = "x86_64"))]
+#[path = "no_bf16.rs"]
 mod bf16;
 mod channel_norm;
 mod checksum;

@@ -55,11 +55,14 @@ fn tiles<S: Simd, const HIGH: usize>(
 ) -> usize {
     let vectors = columns.div_ceil(S::F32_LANES);
     if S::REGISTER_COUNT >= 32 {
-        match vectors {
-            1 => tile::<S, HIGH, 1>(simd, rows, strips, 0, first, sink),
-            2 => tile::<S, HIGH, 2>(simd, rows, strips, 0, first, sink),
-            3 => tile::<S, HIGH, 3>(simd, rows, strips, 0, first, sink),
-            _ => tile::<S, HIGH, 4>(simd, rows, strips, 0, first, sink),
+        // A panel is one tile of AVX-512 vectors, and four of NEON's.
+        for vector in (0..vectors).step_by(4) {
+            match vectors - vector {
+                1 => tile::<S, HIGH, 1>(simd, rows, strips, vector, first, sink),
+                2 => tile::<S, HIGH, 2>(simd, rows, strips, vector, first, sink),
+                3 => tile::<S, HIGH, 3>(simd, rows, strips, vector, first, sink),
+                _ => tile::<S, HIGH, 4>(simd, rows, strips, vector, first, sink),
+            }
         }
     } else {
         for vector in (0..vectors).step_by(2) {
