@@ -6,6 +6,8 @@
 
 mod activation;
 mod attention;
+#[cfg(any(test, not(target_arch = "x86_64")))]
+mod avx512_order;
 #[cfg(target_arch = "x86_64")]
 mod bf16;
 #[cfg(not(target_arch = "x86_64"))]
