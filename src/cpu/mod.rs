@@ -40,6 +40,8 @@ mod peak;
 mod recorded_peak;
 mod regression_loss;
 mod rotary;
+#[cfg(test)]
+mod same_bits;
 mod sgemm;
 mod small_gemm;
 mod softmax;
