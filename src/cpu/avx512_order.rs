@@ -1,11 +1,11 @@
 //! Small matmuls in the order in which the crate `gemm` sums them with AVX-512, for ARM.
 //!
 //! If an operand is a vector, or both operands have contiguous terms and the output is small,
-//! `gemm` distributes the terms over the lanes of its vectors, so the bits of the sums depend on
-//! the vector width; with NEON it rounds products before it adds them, too. The functions here
-//! sum over the 16 lanes of AVX-512 on every CPU. The cases are those of `gemm_basic_generic` in
-//! gemm-common 0.19. In all others `gemm` adds the terms one after the other, and its bits are the
-//! same on all CPUs with fused multiply-adds.
+//! `gemm` distributes the terms over vector lanes, so the bits of the sums depend on the vector
+//! width; on ARM it does not fuse multiplications and additions there, either. The functions here
+//! sum over 16 vector lanes, as many as AVX-512 has, on every CPU. The cases are those of
+//! `gemm_basic_generic` in gemm-common 0.19. In all others `gemm` adds the terms one after the
+//! other, and its bits are the same on all CPUs with fused multiply-adds.
 
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ const VECTORS: usize = 8;
 /// The most elements of an output whose dot products are summed in one vector each.
 const SMALL: usize = 256;
 
-/// The most terms for which `gemm` adds rounded products, on all CPUs.
+/// The most terms for which `gemm` does not fuse multiplications and additions on any CPU.
 const FEW_TERMS: usize = 2;
 
 /// Computes `c = a·b`, or `c += a·b` with `acc`, for the terms `terms`, and returns true. Returns
@@ -102,8 +102,8 @@ fn add_scaled_rows(
     }
 }
 
-/// Multiplies two vectors elementwise and adds the products to `sums`.
-fn add_products(x: &[f32; LANES], y: &[f32; LANES], sums: &mut [f32; LANES]) {
+/// Multiplies two vectors elementwise and adds the result to `sums`.
+fn multiply_add(x: &[f32; LANES], y: &[f32; LANES], sums: &mut [f32; LANES]) {
     for i in 0..LANES {
         sums[i] = x[i].mul_add(y[i], sums[i]);
     }
@@ -123,13 +123,13 @@ fn dot_of_one_vector(x: &[f32], y: &[f32]) -> f32 {
     let (x_vectors, x_rest) = x.as_chunks::<LANES>();
     let (y_vectors, y_rest) = y.as_chunks::<LANES>();
     for (x, y) in x_vectors.iter().zip(y_vectors) {
-        add_products(x, y, &mut sums);
+        multiply_add(x, y, &mut sums);
     }
     if !x_rest.is_empty() {
         let mut padded = [[0.0; LANES]; 2];
         padded[0][..x_rest.len()].copy_from_slice(x_rest);
         padded[1][..y_rest.len()].copy_from_slice(y_rest);
-        add_products(&padded[0], &padded[1], &mut sums);
+        multiply_add(&padded[0], &padded[1], &mut sums);
     }
     for count in [8, 4, 2, 1] {
         fold(&mut sums, count);
@@ -138,8 +138,8 @@ fn dot_of_one_vector(x: &[f32], y: &[f32]) -> f32 {
 }
 
 /// Returns the dot product in the order of `gemm`'s matrix-vector kernel: several vectors of sums,
-/// which are added in a tree, then the vectors of the rest, then the lanes and the last terms one
-/// after the other.
+/// which are added in a tree, then the vectors of the rest, then the vector lanes and the last
+/// terms one after the other.
 fn dot_of_many_vectors(x: &[f32], y: &[f32]) -> f32 {
     let mut sums = [[0.0; LANES]; VECTORS];
     let (x_vectors, x_rest) = x.as_chunks::<LANES>();
@@ -148,7 +148,7 @@ fn dot_of_many_vectors(x: &[f32], y: &[f32]) -> f32 {
     let (y_groups, y_vectors) = y_vectors.as_chunks::<VECTORS>();
     for (x, y) in x_groups.iter().zip(y_groups) {
         for i in 0..VECTORS {
-            add_products(&x[i], &y[i], &mut sums[i]);
+            multiply_add(&x[i], &y[i], &mut sums[i]);
         }
     }
     for distance in [1, 2, 4] {
@@ -159,7 +159,7 @@ fn dot_of_many_vectors(x: &[f32], y: &[f32]) -> f32 {
     }
     let mut sums = sums[0];
     for (x, y) in x_vectors.iter().zip(y_vectors) {
-        add_products(x, y, &mut sums);
+        multiply_add(x, y, &mut sums);
     }
     let sum = sums.into_iter().reduce(|sum, x| sum + x).unwrap_or_default();
     x_rest.iter().zip(y_rest).fold(sum, |sum, (x, y)| x.mul_add(*y, sum))
