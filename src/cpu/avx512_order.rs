@@ -165,7 +165,8 @@ fn dot_of_many_vectors(x: &[f32], y: &[f32]) -> f32 {
     x_rest.iter().zip(y_rest).fold(sum, |sum, (x, y)| x.mul_add(*y, sum))
 }
 
-#[cfg(all(test, target_arch = "x86_64"))]
+#[cfg(test)]
+#[cfg(target_arch = "x86_64")]
 mod tests {
     use super::*;
     use hpctrain_base::random::Stream;

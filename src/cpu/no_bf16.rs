@@ -14,10 +14,12 @@ pub fn peak(_: &Threads) -> Option<f64> {
     None
 }
 
-/// An operand of a matmul.
-pub struct Operand;
+pub use UnusedOperand as Operand;
 
-impl Operand {
+/// An operand of a matmul, which is never computed.
+pub struct UnusedOperand;
+
+impl UnusedOperand {
     pub fn new(_: &[f32], _: usize, _: usize, _: bool) -> Self {
         Self
     }
