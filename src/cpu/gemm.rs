@@ -1,6 +1,7 @@
 //! Matmuls by tiles that read an operand unpacked (`sgemm/`), or by the single-threaded kernel of
 //! `gemm`, a pure-Rust crate, on fixed parts of the output. Both give the same bits; the crate is
-//! used for small matmuls and for CPUs without AVX2.
+//! used for small matmuls and for CPUs without AVX2. On ARM, the small matmuls whose bits would
+//! depend on the vector width are summed in the order of AVX-512 (`avx512_order.rs`).
 //!
 //! For `gemm`, the output is divided along rows and columns into parts, one task each, by its shape
 //! alone. Each part packs its operands separately, so an operand that must be packed element by
@@ -103,6 +104,10 @@ fn multiply_by(
     let kernel = gemm_f32::gemm::f32::get_gemm_fn();
     for terms in blocks(k, depth) {
         let first = terms.start as isize;
+        #[cfg(not(target_arch = "x86_64"))]
+        if super::avx512_order::multiply(terms.clone(), a, b, c.view_mut(), acc || first > 0) {
+            continue;
+        }
         // SAFETY: the views guarantee that every element addressed by their dimensions and strides
         // is valid, and that `c` is exclusive, hence overlaps neither `a` nor `b`; the dimensions
         // agree, and `terms` lie within them.

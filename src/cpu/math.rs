@@ -71,6 +71,19 @@ pub fn exp2s<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     simd.mul_f32s(y, simd.transmute_f32s_u32s(scale))
 }
 
+/// Returns `ln(1 + x)` for x in 0..=1, rounded from f64. NaN stays NaN.
+///
+/// Sums the series of 2·artanh(x / (2 + x)), whose terms fall by a factor of at least nine: the C
+/// library's function has other bits on other architectures.
+pub fn ln_1p(x: f32) -> f32 {
+    const TERMS: usize = 13;
+    let x = f64::from(x);
+    let ratio = x / (2.0 + x);
+    let square = ratio * ratio;
+    let terms = (0..TERMS).rev().map(|term| 1.0 / (2 * term + 1) as f64);
+    (2.0 * ratio * terms.fold(0.0, |sum, factor| sum * square + factor)) as f32
+}
+
 /// Returns the bits of the nearest bf16, ties to even. NaN stays NaN.
 #[inline(always)]
 pub fn to_bf16(x: f32) -> u16 {
@@ -174,6 +187,18 @@ mod tests {
         }
         assert_eq!((exp(-100.0), exp(f32::NEG_INFINITY), exp(0.0)), (0.0, 0.0, 1.0));
         assert!(exp(f32::NAN).is_nan() && exp(200.0) > 1e38);
+    }
+
+    #[test]
+    fn ln_1p_is_the_rounded_one_of_f64() {
+        for bits in (0..=1f32.to_bits()).step_by(1009) {
+            let x = f32::from_bits(bits);
+            let expected = f64::from(x).ln_1p();
+            let error = (f64::from(ln_1p(x)) - expected).abs();
+            assert!(error <= 0.5001 * f64::from(x.next_up() - x), "ln(1 + {x})");
+        }
+        assert_eq!((ln_1p(0.0), ln_1p(1.0)), (0.0, std::f32::consts::LN_2));
+        assert!(ln_1p(f32::NAN).is_nan());
     }
 
     struct Powers<'a>(&'a mut [f32]);

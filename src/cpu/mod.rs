@@ -6,6 +6,12 @@
 
 mod activation;
 mod attention;
+#[cfg(any(test, not(target_arch = "x86_64")))]
+mod avx512_order;
+#[cfg(target_arch = "x86_64")]
+mod bf16;
+#[cfg(not(target_arch = "x86_64"))]
+#[path = "no_bf16.rs"]
 mod bf16;
 mod channel_norm;
 mod checksum;
@@ -34,6 +40,8 @@ mod peak;
 mod recorded_peak;
 mod regression_loss;
 mod rotary;
+#[cfg(test)]
+mod same_bits;
 mod sgemm;
 mod small_gemm;
 mod softmax;

@@ -16,12 +16,14 @@ use hpctrain_base::error::Result;
 use hpctrain_device::{Gemm, MemoryKind};
 
 /// Columns of a panel, which the kernel computes at once: four vectors of 16 elements or two of 8.
+/// They are those of AVX-512 on ARM, too: the width decides where parts of one row occur, whose
+/// sums have another order.
 static WIDTH: LazyLock<usize> = LazyLock::new(|| {
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f") {
-        return 64;
+    if !is_x86_feature_detected!("avx512f") {
+        return 16;
     }
-    16
+    64
 });
 
 /// Panels that one task processes for some rows before it takes the next rows: they fit in the

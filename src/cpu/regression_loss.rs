@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::Cpu;
 use super::elementwise::CHUNK;
-use super::math::exp;
+use super::math::{exp, ln_1p};
 use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::{KernelCost, Regression, RegressionLoss, RegressionOps};
@@ -23,7 +23,7 @@ fn deviation(by: RegressionLoss, p: f32, t: f32) -> (f32, f32) {
         RegressionLoss::BinaryCrossEntropy => {
             let small = exp(-p.abs());
             let sigmoid = if p >= 0.0 { 1.0 } else { small } / (1.0 + small);
-            (p.max(0.0) - p * t + small.ln_1p(), sigmoid - t)
+            (p.max(0.0) - p * t + ln_1p(small), sigmoid - t)
         }
         RegressionLoss::BinaryAccuracy => (if (p > 0.0) == (t > 0.5) { 1.0 } else { 0.0 }, 0.0),
     }

@@ -8,7 +8,6 @@
 //! high-performance matrix multiplication" (ACM TOMS 34, 2008), with packed operands shared among
 //! threads. Operands in f32 are read unpacked (`../sgemm/`).
 
-#[cfg(target_arch = "x86_64")]
 mod microkernel;
 mod pack;
 
@@ -53,31 +52,20 @@ const LEAST_WORDS: usize = 1 << 18;
 
 /// Returns whether the CPU has the instructions.
 pub fn is_supported() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return microkernel::Instructions::find().is_some();
-    #[cfg(not(target_arch = "x86_64"))]
-    false
+    microkernel::Instructions::find().is_some()
 }
 
 /// Measures the FLOP/s of dot products of bf16 pairs, accumulated in f32, on all threads. Returns
 /// `None` if the CPU lacks the instructions.
 pub fn peak(threads: &Threads) -> Option<f64> {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let by = microkernel::Instructions::find()?;
-        let (operations, _) = by.multiply_add(1.0);
-        let seconds = super::peak::best_seconds(|| {
-            threads.run(threads.count(), |_, _| {
-                black_box(by.multiply_add(black_box(1.0)));
-            });
+    let by = microkernel::Instructions::find()?;
+    let (operations, _) = by.multiply_add(1.0);
+    let seconds = super::peak::best_seconds(|| {
+        threads.run(threads.count(), |_, _| {
+            black_box(by.multiply_add(black_box(1.0)));
         });
-        Some((operations * threads.count()) as f64 / seconds)
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        let _ = threads;
-        None
-    }
+    });
+    Some((operations * threads.count()) as f64 / seconds)
 }
 
 /// A range of words of rows of the left operand.
@@ -288,10 +276,7 @@ fn tiles(
                 let left = left.words_from(words.start);
                 let right = right.words(words);
                 let c = c.view_mut();
-                #[cfg(target_arch = "x86_64")]
                 microkernel::OutputPart { left, right, row, panel, c, start }.compute();
-                #[cfg(not(target_arch = "x86_64"))]
-                unreachable!("the CPU has the instructions: {:?}", (c, row, panel));
             }
         },
     );

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use super::pack::{HIGH, LhsBlock, NrPanel, TileRows};
+use super::pack::{COLUMNS, HIGH, LhsBlock, NrPanel, TileRows};
 
 /// Terms of a row that a tile reads at once.
 const TERMS: usize = 8;
@@ -54,12 +54,12 @@ fn tiles<S: Simd, const HIGH: usize>(
     sink: &mut impl TileStore<S>,
 ) -> usize {
     let vectors = columns.div_ceil(S::F32_LANES);
-    if S::REGISTER_COUNT >= 32 {
-        match vectors {
-            1 => tile::<S, HIGH, 1>(simd, rows, strips, 0, first, sink),
-            2 => tile::<S, HIGH, 2>(simd, rows, strips, 0, first, sink),
-            3 => tile::<S, HIGH, 3>(simd, rows, strips, 0, first, sink),
-            _ => tile::<S, HIGH, 4>(simd, rows, strips, 0, first, sink),
+    if S::REGISTER_COUNT >= 32 && 4 * S::F32_LANES >= COLUMNS {
+        // AVX-512: a panel is one tile. Its first vector is a constant, so indices are not checked.
+        up_to_four::<S, HIGH>(simd, rows, strips, 0..vectors, first, sink);
+    } else if S::REGISTER_COUNT >= 32 {
+        for vector in (0..vectors).step_by(4) {
+            up_to_four::<S, HIGH>(simd, rows, strips, vector..vectors, first, sink);
         }
     } else {
         for vector in (0..vectors).step_by(2) {
@@ -71,6 +71,26 @@ fn tiles<S: Simd, const HIGH: usize>(
         }
     }
     HIGH
+}
+
+/// Computes `HIGH` rows, the first of which is row `first` of the block, and the first four of some
+/// vectors, or all if there are fewer.
+#[inline(always)]
+fn up_to_four<S: Simd, const HIGH: usize>(
+    simd: S,
+    rows: &TileRows<'_, HIGH>,
+    strips: &[NrPanel],
+    vectors: Range<usize>,
+    first: usize,
+    sink: &mut impl TileStore<S>,
+) {
+    let vector = vectors.start;
+    match vectors.len() {
+        1 => tile::<S, HIGH, 1>(simd, rows, strips, vector, first, sink),
+        2 => tile::<S, HIGH, 2>(simd, rows, strips, vector, first, sink),
+        3 => tile::<S, HIGH, 3>(simd, rows, strips, vector, first, sink),
+        _ => tile::<S, HIGH, 4>(simd, rows, strips, vector, first, sink),
+    }
 }
 
 /// Computes `HIGH` rows, the first of which is row `first` of the block, and `WIDE` vectors.

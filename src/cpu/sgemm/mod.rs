@@ -70,7 +70,7 @@ thread_local! {
 }
 
 /// Adds `a·b` to the initial value `start` of `c`, with the bits of `gemm`, and returns true.
-/// Returns false without an effect for small matmuls, on CPUs without AVX2, and unless the rows of
+/// Returns false without an effect for small matmuls, on CPUs without AVX2 or NEON, and unless the rows of
 /// `a` and the rows or columns of `b` are contiguous. Sums are divided into K blocks of `depth`
 /// terms.
 pub fn multiply(
@@ -211,6 +211,8 @@ enum Vectors {
     Avx512(pulp::x86::V4),
     #[cfg(target_arch = "x86_64")]
     Avx2(pulp::x86::V3),
+    #[cfg(target_arch = "aarch64")]
+    Neon(pulp::aarch64::Neon),
 }
 
 impl Vectors {
@@ -220,7 +222,12 @@ impl Vectors {
         avx512.or_else(|| pulp::x86::V3::try_new().map(Self::Avx2))
     }
 
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(target_arch = "aarch64")]
+    fn find() -> Option<Self> {
+        pulp::aarch64::Neon::try_new().map(Self::Neon)
+    }
+
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     fn find() -> Option<Self> {
         None
     }
@@ -237,6 +244,8 @@ impl Vectors {
                 Self::Avx512(simd) => Simd::vectorize(simd, BufferedTask { part, buffers }),
                 #[cfg(target_arch = "x86_64")]
                 Self::Avx2(simd) => Simd::vectorize(simd, BufferedTask { part, buffers }),
+                #[cfg(target_arch = "aarch64")]
+                Self::Neon(simd) => Simd::vectorize(simd, BufferedTask { part, buffers }),
             }
         });
     }
@@ -430,7 +439,7 @@ mod tests {
             pulp::x86::V3::try_new().map(Vectors::Avx2),
         ];
         #[cfg(not(target_arch = "x86_64"))]
-        let all = [None];
+        let all = [Vectors::find()];
         let all: Vec<Vectors> = all.into_iter().flatten().collect();
         for (m, n, k) in
             [(48, 48, 48), (53, 70, 1031), (6, 64, 8), (100, 257, 513), (257, 130, 96), (1, 5, 3)]
