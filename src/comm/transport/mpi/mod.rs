@@ -39,7 +39,6 @@ use super::{
 };
 use crate::algorithms;
 use crate::environment::{YIELD, cores};
-use crate::exit::exit_process;
 use crate::polling::Backoff;
 use crate::shared::Shared;
 use hpctrain_base::error::{Error, Kind, Result};
@@ -318,10 +317,12 @@ impl Mpi {
     ///
     /// Open MPI 4's `mpirun` uses freed memory when a rank sends it the message of `MPI_Abort` (PMIx's
     /// log): one abort in ten ends it with a segmentation fault on a loaded machine, and some hang. It
-    /// ends the job with the same code when a rank exits without `MPI_Finalize`.
+    /// ends the job with the same code when a rank exits without `MPI_Finalize`, which here, as in
+    /// `MPI_Abort`, is without exit handlers.
     fn abort_all(&self, code: i32) -> ! {
         if std::env::var_os(ORTE).is_some() {
-            exit_process(code)
+            // SAFETY: it only ends the process.
+            unsafe { libc::_exit(code) }
         }
         // SAFETY: called on the thread of all MPI calls, while MPI is initialised. Libraries end all
         // processes for this communicator only.
