@@ -21,7 +21,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::signal::{
-    SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP, SIGXCPU,
+    SIGABRT, SIGBUS, SIGFPE, SIGHUP, SIGILL, SIGINT, SIGSEGV, SIGSYS, SIGTERM, SIGTRAP, SIGUSR1,
+    SIGXCPU,
 };
 use signal_hook::low_level::signal_name;
 
@@ -140,7 +141,16 @@ struct Helper {
     requests: Option<ChildStdin>,
     replies: Receiver<Reply>,
     before: PreviousShard,
+    /// The signal that has ended the child.
+    ended_by: Option<i32>,
 }
+
+/// Signals that launchers send to the process group of a rank. One that comes while a child is
+/// created, before the child has a process group of its own, ends the child.
+const OF_THE_JOB: [i32; 4] = [SIGHUP, SIGINT, SIGTERM, SIGUSR1];
+
+/// The number of children that are started for a file if such signals end them.
+const ATTEMPTS: usize = 3;
 
 impl Sandbox {
     /// Describes a shard of a data set.
@@ -176,16 +186,34 @@ impl Sandbox {
     /// Returns the reply to a request about the file at `path`; `None` if there is no child. After
     /// an error the next request starts another child.
     fn ask(&mut self, path: &Path, request: &Request) -> Result<Option<Reply>> {
-        if self.helper.is_none() && !self.is_without {
-            self.helper = PROGRAM.get().and_then(|(program, arguments)| start(program, arguments));
-            self.is_without = self.helper.is_none();
+        let start = || PROGRAM.get().and_then(|(program, arguments)| start(program, arguments));
+        self.ask_child_of(start, path, request)
+    }
+
+    /// Returns the reply of a child that `start` starts, unless there is one already.
+    fn ask_child_of(
+        &mut self,
+        start: impl Fn() -> Option<Helper>,
+        path: &Path,
+        request: &Request,
+    ) -> Result<Option<Reply>> {
+        let mut attempts = 0;
+        loop {
+            if self.helper.is_none() && !self.is_without {
+                self.helper = start();
+                self.is_without = self.helper.is_none();
+            }
+            let Some(helper) = &mut self.helper else { return Ok(None) };
+            let reply = helper.ask(path, request);
+            let by_job = helper.ended_by.is_some_and(|signal| OF_THE_JOB.contains(&signal));
+            if reply.is_err() {
+                self.helper = None;
+            }
+            attempts += 1;
+            if reply.is_ok() || !by_job || attempts == ATTEMPTS {
+                return reply.map(Some);
+            }
         }
-        let Some(helper) = &mut self.helper else { return Ok(None) };
-        let reply = helper.ask(path, request);
-        if reply.is_err() {
-            self.helper = None;
-        }
-        reply.map(Some)
     }
 }
 
@@ -218,7 +246,8 @@ fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
         log::warn!("data: HDF5 files are opened without a child process: {}", e.message());
         return None;
     }
-    Some(Helper { child, requests: Some(requests), replies, before: PreviousShard::default() })
+    let before = PreviousShard::default();
+    Some(Helper { child, requests: Some(requests), replies, before, ended_by: None })
 }
 
 /// Reads the replies of a child until it ends or nothing receives them any more.
@@ -245,7 +274,10 @@ impl Helper {
             Err(RecvTimeoutError::Disconnected) => {
                 self.requests = None;
                 match self.child.wait() {
-                    Ok(status) => Err(ended(path, status)),
+                    Ok(status) => {
+                        self.ended_by = status.signal();
+                        Err(ended(path, status))
+                    }
                     Err(e) => Err(Error::internal(format!(
                         "the process that opens {} is lost: {e}",
                         path.display()
@@ -315,6 +347,33 @@ mod tests {
         let mut helper = start(Path::new("sh"), &["-c".to_owned(), script.to_owned()]).unwrap();
         let path = Path::new("train-7.h5");
         helper.ask(path, &Request::Inspect { path: path.to_owned() }).err().unwrap()
+    }
+
+    #[test]
+    fn a_signal_of_the_job_starts_another_child() {
+        use std::cell::Cell;
+
+        let path = Path::new("train-7.h5");
+        let request = Request::Inspect { path: path.to_owned() };
+        let answer = serde_json::to_string(&Reply::Refused(Error::input("refused"))).unwrap();
+        for (hits, starts) in [(0, 1), (2, 3), (9, ATTEMPTS)] {
+            let started = Cell::new(0);
+            let start_child = || {
+                started.set(started.get() + 1);
+                let script = match started.get() > hits {
+                    true => format!("read request; echo '{answer}'; read end"),
+                    false => "kill -USR1 $$".into(),
+                };
+                start(Path::new("sh"), &["-c".to_owned(), script])
+            };
+            let reply = Sandbox::default().ask_child_of(start_child, path, &request);
+            assert_eq!(started.get(), starts);
+            match reply {
+                Ok(Some(Reply::Refused(e))) => assert!(hits < 9 && e.message() == "refused"),
+                Ok(_) => panic!("another reply"),
+                Err(e) => assert!(hits == 9 && e.message().contains("SIGUSR1"), "{e}"),
+            }
+        }
     }
 
     #[test]
