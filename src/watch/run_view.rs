@@ -126,7 +126,7 @@ pub struct RunView {
     goodput_at: Option<(Instant, Duration)>,
     /// The name of the log file that was written last, and its last lines.
     pub log: (String, Vec<String>),
-    /// What cannot be read at present.
+    /// The part of the records that cannot be read at present.
     pub note: Option<String>,
 }
 

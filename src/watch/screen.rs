@@ -55,7 +55,7 @@ pub const PANELS: [(Panel, &str); 7] = [
     (Panel::Log, "log"),
 ];
 
-/// What the user has chosen.
+/// The choices of the user.
 #[derive(Debug, Clone, Copy)]
 pub struct Choices {
     /// The large panel.

@@ -16,7 +16,7 @@ pub struct RunAnnouncement {
     is_made: Cell<bool>,
 }
 
-/// What one rank knows of the run.
+/// The knowledge of one rank about the run.
 #[derive(Serialize, Deserialize)]
 enum Start {
     Unknown,
