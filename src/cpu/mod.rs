@@ -339,6 +339,10 @@ impl Backend for Cpu {
         Some(window)
     }
 
+    fn on_host_mut<'a>(window: Self::ViewMut<'a>) -> Option<&'a mut [f32]> {
+        Some(window)
+    }
+
     fn read(&self, scalar: f64) -> Result<f64> {
         Ok(scalar)
     }

@@ -134,6 +134,12 @@ pub trait Backend: Clone + Send + Sync + 'static {
         None
     }
 
+    /// Returns the elements of a window in host memory, to be replaced; `None` if the window is not
+    /// there, or not in f32.
+    fn on_host_mut<'a>(_window: Self::ViewMut<'a>) -> Option<&'a mut [f32]> {
+        None
+    }
+
     /// Returns the value of a scalar, blocking until the device has computed it.
     ///
     /// # Errors

@@ -442,6 +442,7 @@ impl RpcHandler for Shared {
         &self,
         visit: &mut Option<u64>,
         request: CallRequest,
+        _: &[u8],
         _: &mut Vec<u8>,
     ) -> Result<CallResponse> {
         Ok(match request {

@@ -20,16 +20,6 @@ pub fn encode(format: MessageDtype, values: &[f32], body: &mut Vec<u8>) {
     }
 }
 
-/// Returns numbers as a body; other formats than f32 are encoded into `buffer`.
-pub fn encoded<'a>(format: MessageDtype, values: &'a [f32], buffer: &'a mut Vec<u8>) -> &'a [u8] {
-    if format == MessageDtype::F32 {
-        return bytemuck::cast_slice(values);
-    }
-    buffer.clear();
-    encode(format, values, buffer);
-    buffer
-}
-
 /// Returns the size of a number in bytes.
 pub fn width(format: MessageDtype) -> usize {
     match format {
@@ -38,17 +28,23 @@ pub fn width(format: MessageDtype) -> usize {
     }
 }
 
+/// Checks that a body of `bytes` bytes has `elements` numbers.
+///
+/// # Errors
+/// Returns an error if it has another length.
+pub fn check_len(format: MessageDtype, bytes: usize, elements: usize) -> Result<()> {
+    if bytes == elements * width(format) {
+        return Ok(());
+    }
+    Err(Error::comm(format!("expected a body of {elements} numbers, received {bytes} bytes")))
+}
+
 /// Decodes the numbers of a body.
 ///
 /// # Errors
 /// Returns an error if the body does not have the length of `elements` numbers.
 pub fn decode(format: MessageDtype, body: &[u8], elements: usize) -> Result<Cow<'_, [f32]>> {
-    if body.len() != elements * width(format) {
-        return Err(Error::comm(format!(
-            "expected a body of {elements} numbers, received {} bytes",
-            body.len()
-        )));
-    }
+    check_len(format, body.len(), elements)?;
     Ok(match format {
         // The body is usually aligned; otherwise the values are copied.
         MessageDtype::F32 => match bytemuck::try_cast_slice(body) {

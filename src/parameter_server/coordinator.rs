@@ -26,10 +26,10 @@ use hpctrain_checkpoint::run_dir::{
 use hpctrain_checkpoint::tools::resolve_path;
 use hpctrain_checkpoint::{Progress, Reader};
 use hpctrain_comm::{Credentials, single};
+use hpctrain_config::ResolvedConfig;
 use hpctrain_config::telemetry::trace_file::TraceFile;
 use hpctrain_config::telemetry::{logging, say, unix_time};
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, ResolvedConfig};
 use hpctrain_cpu::Cpu;
 use hpctrain_data::{Fingerprint, TrainedOn};
 use hpctrain_engine::{Splits, check_size};
@@ -339,7 +339,7 @@ impl<'h> CoordinatorRun<'h> {
         let terms = RunSpec {
             generation: (unix_time() * 1e3) as u64 + generation,
             network: config.model.own.as_ref().and_then(NetworkSpec::from_network),
-            config: Config { run: plan.config.run.clone(), ..config },
+            config,
             workers,
             vocabulary: self.vocabulary,
             preprocessing: Some(self.splits.train.preprocessing()),
@@ -406,13 +406,8 @@ impl<'h> CoordinatorRun<'h> {
             *workers,
             self.splits.train.samples(),
         );
-        let Ok(plan) =
-            RunSpec::plan(given, *workers, self.vocabulary, given.run.threads.unwrap_or(1))
-        else {
-            return Ok(None);
-        };
         let data = grounds.trained_on.as_ref().map(|trained_on| &trained_on.fingerprint);
-        let mut expected = Config { run: plan.config.run, ..given.clone() };
+        let mut expected = given.clone();
         // The file does not record which keys were given.
         expected.parallel.given.clone_from(&config.parallel.given);
         let is_same = *config == expected

@@ -546,6 +546,7 @@ impl RpcHandler for CoordinatorService {
         &self,
         visit: &mut PeerKind,
         request: CoordinatorRequest,
+        _: &[u8],
         _: &mut Vec<u8>,
     ) -> Result<CoordinatorResponse> {
         match request {
@@ -712,7 +713,7 @@ mod tests {
         visit: &mut PeerKind,
         request: CoordinatorRequest,
     ) -> CoordinatorResponse {
-        hub.answer(visit, request, &mut Vec::new()).unwrap()
+        hub.answer(visit, request, &[], &mut Vec::new()).unwrap()
     }
 
     fn join(hub: &CoordinatorService, process: u32) -> u64 {
@@ -826,7 +827,7 @@ mod tests {
             generation: None,
             program: program.clone(),
         };
-        let ask = |request| hub.answer(&mut PeerKind::default(), request, &mut Vec::new());
+        let ask = |request| hub.answer(&mut PeerKind::default(), request, &[], &mut Vec::new());
         (ask(join).map(drop), ask(serve).map(drop))
     }
 

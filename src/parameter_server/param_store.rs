@@ -3,6 +3,7 @@
 //! Each range has its own lock: pushes to a range are applied in order of arrival, pushes to
 //! different ranges in parallel.
 
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
@@ -64,6 +65,8 @@ struct State {
     /// sums.
     step: u64,
     sums: Sums,
+    /// The squared norms of the gradient as [`ParamStore::squares`] returns them, once it is complete.
+    squares: Option<Vec<u64>>,
 }
 
 /// The partial sums of the gradients of a range.
@@ -153,6 +156,7 @@ impl ParamStore {
             sdc_check_every: plan.config.run.sdc_check_every,
             host: None,
         };
+        log::info!("updates on {} threads", plan.threads);
         let names = state_names(Some(plan.update_rule), plan.ema, None);
         let pieces = assignment.pieces().ok_or_else(absent)?;
         let all_exist = pieces.iter().all(|ParamRange { unit, range }| {
@@ -210,6 +214,7 @@ impl ParamStore {
                     true => Sums::Rows(TreeReducer::new(plan.virtual_ranks)),
                     false => Sums::Dense(TreeReducer::new(plan.virtual_ranks)),
                 },
+                squares: None,
             };
             ranges.push(RangeSlot { piece: piece.clone(), state: Mutex::new(state) });
         }
@@ -278,8 +283,8 @@ impl ParamStore {
         }
     }
 
-    /// Writes the values of those of the ranges `pieces` whose version differs from the known one
-    /// into `body`, and returns the versions of all.
+    /// Appends the values of those of the ranges `pieces` whose version differs from the known one
+    /// to `body`, and returns the versions of all.
     ///
     /// # Errors
     /// Returns an error if the snapshot or a range does not exist.
@@ -290,7 +295,6 @@ impl ParamStore {
         known: &[Option<u64>],
         body: &mut Vec<u8>,
     ) -> Result<Vec<u64>> {
-        body.clear();
         let format = self.plan.config.parameter_server.message_dtype;
         let cut = match of {
             Values::Live => None,
@@ -426,9 +430,10 @@ impl ParamStore {
             // Otherwise other workers have already computed these virtual ranks, with the same
             // bits.
             if is_current {
-                sums.put(virtual_ranks.clone(), of_range.to_vec(), |into, from| {
-                    add_serial(&from, into)
+                sums.put(virtual_ranks.clone(), Cow::Borrowed(of_range), |into, from| {
+                    add_serial(from, into)
                 });
+                self.note_squares(slot, &mut state)?;
             }
         }
         Ok(())
@@ -451,15 +456,14 @@ impl ParamStore {
         Ok((slot.piece.range.start / width..slot.piece.range.end / width, width))
     }
 
-    /// Replaces the ids of rows in `body` by the rows, and returns the versions of all ranges of
+    /// Appends the rows whose ids are in `ids` to `body`, and returns the versions of all ranges of
     /// rows.
     ///
     /// # Errors
     /// Returns an error if the snapshot does not exist, the ids do not ascend, or a row is on
     /// another server.
-    pub fn pull_rows(&self, of: Values, body: &mut Vec<u8>) -> Result<Vec<u64>> {
-        let mut ids = SparseRows { ids: bytemuck::pod_collect_to_vec(body), values: vec![] };
-        body.clear();
+    pub fn pull_rows(&self, of: Values, ids: &[u8], body: &mut Vec<u8>) -> Result<Vec<u64>> {
+        let mut ids = SparseRows { ids: bytemuck::pod_collect_to_vec(ids), values: vec![] };
         self.check_rows(&ids.ids)?;
         let format = self.plan.config.parameter_server.message_dtype;
         let cut = match of {
@@ -543,8 +547,9 @@ impl ParamStore {
                     let Sums::Rows(sums) = &mut state.sums else { return Err(wrong_ranges()) };
                     self.check_group(sums, virtual_ranks)?;
                     if is_current {
-                        let add = |into: &mut SparseRows, from: SparseRows| into.add(width, &from);
-                        sums.put(virtual_ranks.clone(), of_range, add);
+                        let add = |into: &mut SparseRows, from: &SparseRows| into.add(width, from);
+                        sums.put(virtual_ranks.clone(), Cow::Owned(of_range), add);
+                        self.note_squares(slot, &mut state)?;
                     }
                 }
                 Some(0)
@@ -644,32 +649,39 @@ impl ParamStore {
     /// # Errors
     /// Returns an error if the gradients of some virtual ranks are missing.
     pub fn squares(&self, step: u64) -> Result<Vec<Vec<u64>>> {
-        self.ranges.iter().map(|slot| self.range_squares(slot, step)).collect()
+        let of_range = |slot: &RangeSlot| {
+            let state = locked(&slot.state);
+            let squares = state.squares.clone().filter(|_| state.step == step);
+            squares.ok_or_else(|| Error::comm(format!("gradients of step {step} are missing")))
+        };
+        self.ranges.iter().map(of_range).collect()
     }
 
-    /// Returns the squared norms of the gradient of step `step` in one range, as bits, one for each
-    /// virtual shard.
-    fn range_squares(&self, slot: &RangeSlot, step: u64) -> Result<Vec<u64>> {
-        let layout = &self.layouts[slot.piece.unit];
-        let virtual_ranks = self.plan.virtual_ranks;
-        let state = locked(&slot.state);
-        let missing = || Error::comm(format!("gradients of step {step} are missing"));
-        if let Sums::Rows(sums) = &state.sums {
-            let sum = sums.whole().filter(|_| state.step == step).ok_or_else(missing)?;
-            let (_, width) = self.rows_of(slot)?;
-            let square = SquareSum::of_rows(width, &sum.values);
-            return Ok(square.encode().map(f64::to_bits).collect());
-        }
-        let sum = state.sums.dense().filter(|_| state.step == step).ok_or_else(missing)?;
-        let start = slot.piece.range.start;
-        let shards = shards(layout, &slot.piece, virtual_ranks);
-        let squares = shards.map(|shard| {
-            let counted = layout.counted(layout.part(shard, virtual_ranks));
-            let square =
-                self.backend.sum_squares(&sum[counted.start - start..counted.end - start])?;
-            self.backend.read(square).map(f64::to_bits)
-        });
-        squares.collect()
+    /// Computes the squared norms of a gradient that is complete now, while it is in the caches.
+    fn note_squares(&self, slot: &RangeSlot, state: &mut State) -> Result<()> {
+        let squares: Result<_> = match &state.sums {
+            Sums::Rows(sums) => {
+                let Some(sum) = sums.whole() else { return Ok(()) };
+                let (_, width) = self.rows_of(slot)?;
+                let square = SquareSum::of_rows(width, &sum.values);
+                Ok(square.encode().map(f64::to_bits).collect())
+            }
+            Sums::Dense(sums) => {
+                let Some(sum) = sums.whole() else { return Ok(()) };
+                let layout = &self.layouts[slot.piece.unit];
+                let virtual_ranks = self.plan.virtual_ranks;
+                let start = slot.piece.range.start;
+                let of_shard = |shard| {
+                    let counted = layout.counted(layout.part(shard, virtual_ranks));
+                    let gradient = &sum[counted.start - start..counted.end - start];
+                    let square = self.backend.sum_squares(gradient)?;
+                    self.backend.read(square).map(f64::to_bits)
+                };
+                shards(layout, &slot.piece, virtual_ranks).map(of_shard).collect()
+            }
+        };
+        state.squares = Some(squares?);
+        Ok(())
     }
 
     /// Returns the squared norms from which trust ratios are computed, for the gradient of the
@@ -715,7 +727,7 @@ impl ParamStore {
         let began = Instant::now();
         for slot in &self.ranges {
             let mut state = locked(&slot.state);
-            let State { owner, version, step, sums, .. } = &mut *state;
+            let State { owner, version, step, sums, squares, .. } = &mut *state;
             if *step != ended {
                 continue;
             }
@@ -735,6 +747,7 @@ impl ParamStore {
             }
             *step += 1;
             sums.clear();
+            *squares = None;
         }
         Counts::add(&self.counts.updating, began.elapsed().as_micros() as usize);
         Ok(())

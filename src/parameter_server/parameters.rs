@@ -83,14 +83,20 @@ impl PullTarget for Buffers {
         self.units[unit][range].copy_from_slice(values);
         Ok(())
     }
+
+    fn on_host(&mut self, unit: usize, range: Range<usize>) -> Result<Option<&mut [f32]>> {
+        Ok(Some(&mut self.units[unit][range]))
+    }
 }
 
 impl PushSource for Buffers {
-    fn gradients(&self, pieces: &[ParamRange], into: &mut Vec<f32>) -> Result<()> {
-        for ParamRange { unit, range } in pieces {
-            into.extend_from_slice(&self.units[*unit][range.clone()]);
-        }
-        Ok(())
+    fn gradients<'a>(
+        &'a self,
+        pieces: &[ParamRange],
+        _: &'a mut Vec<f32>,
+    ) -> Result<Vec<&'a [f32]>> {
+        let of_piece = |ParamRange { unit, range }: &ParamRange| &self.units[*unit][range.clone()];
+        Ok(pieces.iter().map(of_piece).collect())
     }
 }
 

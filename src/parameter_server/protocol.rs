@@ -572,24 +572,23 @@ pub fn write(stream: &mut impl Write, head: &impl Serialize, body: &[&[u8]]) -> 
     stream.flush().map_err(|e| Error::comm(e.to_string()))
 }
 
-/// Reads a message, with its body of at most `limit` bytes into `body`. Returns none at the end of
-/// the connection.
+/// Reads a message whose body, of at most `limit` bytes, `take_body` reads whole; it gets the head
+/// and the length. Returns none at the end of the connection.
 ///
 /// # Errors
-/// Returns an error if the connection fails, or the message is malformed or too long.
-pub fn read<T: DeserializeOwned>(
-    stream: &mut impl Read,
+/// Returns an error if the connection fails, the message is malformed or too long, or the error of
+/// `take_body`.
+pub fn read_with<S: Read, T: DeserializeOwned>(
+    stream: &mut S,
     limit: usize,
-    body: &mut Vec<u8>,
+    take_body: impl FnOnce(&T, usize, &mut S) -> Result<()>,
 ) -> Result<Option<T>> {
-    let lost = |e: std::io::Error| Error::comm(e.to_string());
     let mut lens = [0; 12];
-    match stream.read(&mut lens[..1]) {
-        Ok(0) => return Ok(None),
-        Ok(_) => {}
-        Err(e) => return Err(lost(e)),
+    let first = stream.read(&mut lens).map_err(lost)?;
+    if first == 0 {
+        return Ok(None);
     }
-    stream.read_exact(&mut lens[1..]).map_err(lost)?;
+    stream.read_exact(&mut lens[first..]).map_err(lost)?;
     let head_len = u32::from_le_bytes([0, 1, 2, 3].map(|i| lens[i])) as usize;
     let body_len = u64::from_le_bytes([4, 5, 6, 7, 8, 9, 10, 11].map(|i| lens[i]));
     if head_len > HEAD_LIMIT || body_len > limit as u64 {
@@ -599,25 +598,46 @@ pub fn read<T: DeserializeOwned>(
     }
     let mut head = vec![0; head_len];
     stream.read_exact(&mut head).map_err(lost)?;
-    let body_len = body_len as usize;
+    let head = serde_json::from_slice(&head)
+        .map_err(|e| Error::comm(format!("a malformed message: {e}")))?;
+    take_body(&head, body_len as usize, stream)?;
+    Ok(Some(head))
+}
+
+/// Reads a body of `len` bytes into `body`.
+///
+/// # Errors
+/// Returns an error if the connection fails.
+pub fn read_body(len: usize, stream: &mut (impl Read + ?Sized), body: &mut Vec<u8>) -> Result<()> {
     // Bytes of an earlier body are overwritten, which saves zeros.
-    body.truncate(body_len);
+    body.truncate(len);
     stream.read_exact(body).map_err(lost)?;
     // Pages are touched only as bytes arrive, whatever length is announced.
-    body.reserve_exact(body_len - body.len());
-    while body.len() < body_len {
+    body.reserve_exact(len - body.len());
+    while body.len() < len {
         let read = body.len();
-        body.resize(body_len.min(read + CHUNK), 0);
+        body.resize(len.min(read + CHUNK), 0);
         stream.read_exact(&mut body[read..]).map_err(lost)?;
     }
-    serde_json::from_slice(&head)
-        .map(Some)
-        .map_err(|e| Error::comm(format!("a malformed message: {e}")))
+    Ok(())
+}
+
+/// Returns the error of a connection that fails.
+pub fn lost(e: std::io::Error) -> Error {
+    Error::comm(e.to_string())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn read<T: DeserializeOwned>(
+        stream: &mut impl Read,
+        limit: usize,
+        body: &mut Vec<u8>,
+    ) -> Result<Option<T>> {
+        read_with(stream, limit, |_, len, stream| read_body(len, stream, body))
+    }
 
     #[test]
     fn messages_are_read_as_written() {

@@ -4,11 +4,12 @@
 //! `parameter_server.connections` connections to a server: while one message is in flight, server
 //! and worker process the one before.
 
+use std::io::Read;
 use std::ops::Range;
 
 use super::codec;
 use super::partitioner::ParamRange;
-use super::protocol::{Pushed, ServerRequest, ServerResponse, Values};
+use super::protocol::{Pushed, ServerRequest, ServerResponse, Values, lost, read_body};
 use super::rpc_client::RpcClient;
 use super::run_spec::RunSpec;
 use hpctrain_base::error::Result;
@@ -34,41 +35,60 @@ pub trait PullTarget {
     /// # Errors
     /// Returns an error if the device fails.
     fn set(&mut self, unit: usize, range: Range<usize>, values: &[f32]) -> Result<()>;
+
+    /// Returns a range of the parameters of a unit, to replace it, if all parameters are in host
+    /// memory as f32.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    fn on_host(&mut self, unit: usize, range: Range<usize>) -> Result<Option<&mut [f32]>>;
 }
 
 /// The gradients of a process, which are pushed.
 pub trait PushSource {
-    /// Appends the gradients of ranges to `into`.
+    /// Returns the gradients of ranges, one after another; those of another device are downloaded
+    /// into `downloads`.
     ///
     /// # Errors
     /// Returns an error if there are no gradients, or the device fails.
-    fn gradients(&self, pieces: &[ParamRange], into: &mut Vec<f32>) -> Result<()>;
+    fn gradients<'a>(
+        &'a self,
+        pieces: &[ParamRange],
+        downloads: &'a mut Vec<f32>,
+    ) -> Result<Vec<&'a [f32]>>;
 }
 
 impl<B: Kernels> PullTarget for Model<B> {
     fn set(&mut self, unit: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
         self.sharded.set(unit - self.sharded.stage().units.start, range, values)
     }
+
+    fn on_host(&mut self, unit: usize, range: Range<usize>) -> Result<Option<&mut [f32]>> {
+        self.sharded.on_host(unit - self.sharded.stage().units.start, range)
+    }
 }
 
 impl<B: Kernels> PushSource for Model<B> {
-    fn gradients(&self, pieces: &[ParamRange], into: &mut Vec<f32>) -> Result<()> {
+    fn gradients<'a>(
+        &'a self,
+        pieces: &[ParamRange],
+        downloads: &'a mut Vec<f32>,
+    ) -> Result<Vec<&'a [f32]>> {
         let reduced = self.sharded.gradients()?;
         let first = self.sharded.stage().units.start;
-        for ParamRange { unit, range } in pieces {
-            let grad = reduced[unit - first].grad;
-            let grad = B::split_at(B::split_at(grad, range.end).0, range.start).1;
-            match B::on_host(grad) {
-                // They are sent at once, so they stay in the caches.
-                Some(elements) => into.extend_from_slice(elements),
-                None => {
-                    let start = into.len();
-                    into.resize(start + range.len(), 0.0);
-                    self.backend.download(grad, &mut into[start..])?;
-                }
-            }
+        let of_piece = |ParamRange { unit, range }: &ParamRange| {
+            B::split_at(B::split_at(reduced[unit - first].grad, range.end).0, range.start).1
+        };
+        if let Some(on_host) = pieces.iter().map(|piece| B::on_host(of_piece(piece))).collect() {
+            return Ok(on_host);
         }
-        Ok(())
+        downloads.resize(elements(pieces), 0.0);
+        let mut rest = &mut downloads[..];
+        for piece in pieces {
+            let to = rest.split_off_mut(..piece.range.len()).unwrap_or_default();
+            self.backend.download(of_piece(piece), to)?;
+        }
+        Ok(vec![downloads])
     }
 }
 
@@ -86,23 +106,30 @@ pub struct ServerConnections {
     body: Vec<u8>,
 }
 
-/// The gradients of a message.
+/// Memory for the gradients of a message that cannot be sent from where they are.
 #[derive(Default)]
 struct PushBuffer {
-    values: Vec<f32>,
+    /// Gradients of another device.
+    downloads: Vec<f32>,
     /// The encoded values, if the format is not f32.
     encoded: Vec<u8>,
 }
 
 impl PushBuffer {
-    /// Takes the gradients of ranges.
-    fn fill(&mut self, source: &impl PushSource, pieces: &[ParamRange]) -> Result<()> {
-        self.values.clear();
-        source.gradients(pieces, &mut self.values)
-    }
-
-    fn bytes(&mut self, format: MessageDtype) -> &[u8] {
-        codec::encoded(format, &self.values, &mut self.encoded)
+    /// Returns the gradients of ranges as the parts of a body.
+    fn parts<'a>(
+        &'a mut self,
+        source: &'a impl PushSource,
+        pieces: &[ParamRange],
+        format: MessageDtype,
+    ) -> Result<Vec<&'a [u8]>> {
+        let gradients = source.gradients(pieces, &mut self.downloads)?;
+        if format == MessageDtype::F32 {
+            return Ok(gradients.into_iter().map(bytemuck::cast_slice).collect());
+        }
+        self.encoded.clear();
+        gradients.iter().for_each(|values| codec::encode(format, values, &mut self.encoded));
+        Ok(vec![&self.encoded])
     }
 }
 
@@ -122,15 +149,19 @@ struct ServerConnection {
 
 impl ServerConnection {
     /// Sends a request without waiting for its response.
-    fn send(&mut self, request: &ServerRequest, body: &[u8]) {
-        self.is_up = self.is_up && self.client.send(request, &[body]).is_ok();
+    fn send(&mut self, request: &ServerRequest, body: &[&[u8]]) {
+        self.is_up = self.is_up && self.client.send(request, body).is_ok();
     }
 
-    /// Returns the response to the oldest outstanding request, or none if the connection failed;
-    /// then the request must be repeated.
-    fn answer(&mut self, limit: usize, into: &mut Vec<u8>) -> Option<Result<ServerResponse>> {
+    /// Returns the response to the oldest outstanding request, whose body `take_body` reads, or none
+    /// if the connection failed; then the request must be repeated.
+    fn answer(
+        &mut self,
+        limit: usize,
+        take_body: impl FnOnce(&ServerResponse, usize, &mut dyn Read) -> Result<()>,
+    ) -> Option<Result<ServerResponse>> {
         if self.is_up {
-            let answer = self.client.receive(limit, into);
+            let answer = self.client.receive_with(limit, take_body);
             self.is_up = answer.is_ok();
             return answer.ok();
         }
@@ -269,35 +300,32 @@ impl ServerConnections {
                 let pieces = &pieces[connection.server];
                 let known = &mut known[connection.server];
                 let limit = elements(&pieces[message.clone()]) * size_of::<f32>();
-                let answer = match connection.answer(limit, body) {
-                    Some(answer) => answer?,
-                    None => connection.client.call_with_body(
-                        &request(&message, known),
-                        &[],
-                        limit,
-                        body,
-                    )?,
+                let mut changed = vec![];
+                let mut in_place = false;
+                let mut take_body = |answer: &ServerResponse, len, stream: &mut dyn Read| {
+                    changed = changed_ranges(answer, &message, known, of);
+                    let pieces = || changed.iter().map(|(i, _)| &pieces[*i]);
+                    codec::check_len(*format, len, pieces().map(|piece| piece.range.len()).sum())?;
+                    in_place =
+                        *format == MessageDtype::F32 && read_in_place(pieces(), target, stream)?;
+                    if in_place { Ok(()) } else { read_body(len, stream, body) }
                 };
-                let ServerResponse::Pulled { versions } = answer else { return Ok(false) };
+                let answer = match connection.answer(limit, &mut take_body) {
+                    Some(answer) => answer?,
+                    None => {
+                        let repeated = request(&message, known);
+                        connection.client.call_with(&repeated, &[], limit, take_body)?
+                    }
+                };
+                let ServerResponse::Pulled { .. } = answer else { return Ok(false) };
+                if !in_place {
+                    set_values(*format, changed.iter().map(|(i, _)| &pieces[*i]), target, body)?;
+                }
+                for (i, version) in changed {
+                    known[i] = (of == Values::Live).then_some(version);
+                }
                 if let Some(next) = connection.messages.get(turn + PIPELINE_DEPTH).cloned() {
                     connection.send(&request(&next, known), &[]);
-                }
-                let version = |piece: usize| versions.get(piece - message.start).copied();
-                let changed: Vec<usize> = message
-                    .clone()
-                    .filter(|&i| of != Values::Live || known[i] != version(i))
-                    .collect();
-                let values = codec::decode(
-                    *format,
-                    body,
-                    changed.iter().map(|&i| pieces[i].range.len()).sum(),
-                )?;
-                let mut rest = &values[..];
-                for i in changed {
-                    let piece = &pieces[i];
-                    let of_piece = rest.split_off(..pieces[i].range.len());
-                    target.set(piece.unit, piece.range.clone(), of_piece.unwrap_or_default())?;
-                    known[i] = if of == Values::Live { version(i) } else { None };
                 }
             }
         }
@@ -346,9 +374,10 @@ impl ServerConnections {
         message: usize,
     ) -> Result<()> {
         let head = self.push_request(of, connection, message);
-        self.fill(source, connection, message)?;
-        let Self { format, connections, push_buffer, .. } = self;
-        connections[connection].send(&head, push_buffer.bytes(*format));
+        let Self { format, connections, pieces, push_buffer, .. } = self;
+        let connection = &mut connections[connection];
+        let pieces = &pieces[connection.server][connection.messages[message].clone()];
+        connection.send(&head, &push_buffer.parts(source, pieces, *format)?);
         Ok(())
     }
 
@@ -361,30 +390,23 @@ impl ServerConnections {
         connection: usize,
         message: usize,
     ) -> Result<Option<u64>> {
-        let answer = match self.connections[connection].answer(0, &mut Vec::new()) {
+        let answer = match self.connections[connection].answer(0, |_, _, _| Ok(())) {
             Some(answer) => answer?,
             // The server applies a repeated message once.
             None => {
                 let head = self.push_request(of, connection, message);
-                self.fill(source, connection, message)?;
-                let Self { format, connections, push_buffer, .. } = self;
-                connections[connection].client.call_with_body(
-                    &head,
-                    &[push_buffer.bytes(*format)],
-                    0,
-                    &mut Vec::new(),
-                )?
+                let Self { format, connections, pieces, push_buffer, .. } = self;
+                let ServerConnection { server, client, messages, .. } =
+                    &mut connections[connection];
+                let pieces = &pieces[*server][messages[message].clone()];
+                let parts = push_buffer.parts(source, pieces, *format)?;
+                client.call_with_body(&head, &parts, 0, &mut Vec::new())?
             }
         };
         Ok(match answer {
             ServerResponse::Pushed { staleness } => Some(staleness),
             _ => None,
         })
-    }
-
-    fn fill(&mut self, source: &impl PushSource, connection: usize, message: usize) -> Result<()> {
-        let ServerConnection { server, messages, .. } = &self.connections[connection];
-        self.push_buffer.fill(source, &self.pieces[*server][messages[message].clone()])
     }
 
     fn push_request(
@@ -408,6 +430,48 @@ impl ServerConnections {
             pieces,
         }
     }
+}
+
+/// Returns the index and the version of those ranges of a message whose values are in the response.
+fn changed_ranges(
+    answer: &ServerResponse,
+    message: &Range<usize>,
+    known: &[Option<u64>],
+    of: Values,
+) -> Vec<(usize, u64)> {
+    let ServerResponse::Pulled { versions } = answer else { return vec![] };
+    let all = message.clone().zip(versions.iter().copied());
+    all.filter(|(i, version)| of != Values::Live || known[*i] != Some(*version)).collect()
+}
+
+/// Reads the values of ranges from a stream into the parameters themselves, and returns true; or
+/// reads nothing and returns false if they are not in host memory.
+fn read_in_place<'a>(
+    pieces: impl Iterator<Item = &'a ParamRange>,
+    target: &mut impl PullTarget,
+    stream: &mut dyn Read,
+) -> Result<bool> {
+    for ParamRange { unit, range } in pieces {
+        let Some(params) = target.on_host(*unit, range.clone())? else { return Ok(false) };
+        stream.read_exact(bytemuck::cast_slice_mut(params)).map_err(lost)?;
+    }
+    Ok(true)
+}
+
+/// Replaces ranges by the values in a body.
+fn set_values<'a>(
+    format: MessageDtype,
+    pieces: impl Iterator<Item = &'a ParamRange>,
+    target: &mut impl PullTarget,
+    body: &[u8],
+) -> Result<()> {
+    let mut rest = body;
+    for ParamRange { unit, range } in pieces {
+        let of_piece;
+        (of_piece, rest) = rest.split_at(range.len() * codec::width(format));
+        target.set(*unit, range.clone(), &codec::decode(format, of_piece, range.len())?)?;
+    }
+    Ok(())
 }
 
 fn most_messages(connections: &[ServerConnection]) -> usize {

@@ -56,8 +56,8 @@ impl RpcHandler for EchoHandler {
         self.limit
     }
 
-    fn answer(&self, (): &mut (), size: usize, body: &mut Vec<u8>) -> Result<()> {
-        body.resize(size.min(self.limit), 1);
+    fn answer(&self, (): &mut (), size: usize, _: &[u8], into: &mut Vec<u8>) -> Result<()> {
+        into.resize(size.min(self.limit), 1);
         Ok(())
     }
 

@@ -137,30 +137,24 @@ impl RowClient {
         Ok(rows)
     }
 
-    /// Pushes the gradients of rows to the servers that have them, and to each that has any, so that
-    /// all count as many updates. `of` describes the samples, given the versions of a server's
-    /// ranges. Returns the largest staleness, or none if the generation is over.
-    ///
-    /// # Errors
-    /// Returns an error if a server cannot be reached.
-    pub fn push(
+    /// Sends the gradients of rows to the servers that have them, and a push to each that has any,
+    /// so that all count as many updates. `of` describes the samples, given the versions of a
+    /// server's ranges. [`RowClient::receive_push`] must be called before the next request.
+    pub fn send_push(
         &mut self,
         gradient: &SparseRows,
         of: impl Fn(Vec<u64>) -> Pushed,
-    ) -> Result<Option<u64>> {
+    ) -> Vec<SentRows> {
         let Self { generation, member, format, width, servers, .. } = self;
-        let mut sent = Vec::with_capacity(servers.len());
-        for server in &mut *servers {
+        let send = |server: &mut ServerOfRows| {
             let places = server.places(gradient);
             let ids: Vec<u32> =
                 places.iter().flat_map(|places| &gradient.ids[places.clone()]).copied().collect();
-            let values: Vec<f32> = places
-                .iter()
-                .flat_map(|places| &gradient.values[places.start * *width..places.end * *width])
-                .copied()
-                .collect();
-            let mut encoded = vec![];
-            codec::encode(*format, &values, &mut encoded);
+            let mut values = vec![];
+            for places in places {
+                let rows = &gradient.values[places.start * *width..places.end * *width];
+                codec::encode(*format, rows, &mut values);
+            }
             // Without a row in the batch, the ranges were not pulled.
             let versions = server.versions.clone();
             let request = ServerRequest::PushRows {
@@ -170,19 +164,45 @@ impl RowClient {
                 of: of(versions.unwrap_or_else(|| vec![u64::MAX; server.ranges.len()])),
                 rows: ids.len(),
             };
-            let is_sent = server.send(&request, &[bytemuck::cast_slice(&ids), &encoded]);
-            sent.push((request, ids, encoded, is_sent));
-        }
+            let mut sent = SentRows { request, ids, values, was_sent: false };
+            sent.was_sent = server.send(&sent.request, &sent.body());
+            sent
+        };
+        servers.iter_mut().map(send).collect()
+    }
+
+    /// Waits until the servers have applied rows that were sent. Returns the largest staleness, or
+    /// none if the generation is over.
+    ///
+    /// # Errors
+    /// Returns an error if a server cannot be reached.
+    pub fn receive_push(&mut self, sent: &[SentRows]) -> Result<Option<u64>> {
         let mut most = 0;
-        for (server, (request, ids, encoded, is_sent)) in servers.iter_mut().zip(sent) {
-            let body = [bytemuck::cast_slice(&ids), &encoded[..]];
-            match server.receive(is_sent, (&request, &body), 0, &mut vec![])? {
+        for (server, sent) in self.servers.iter_mut().zip(sent) {
+            let repeated = (&sent.request, &sent.body()[..]);
+            match server.receive(sent.was_sent, repeated, 0, &mut vec![])? {
                 ServerResponse::Pushed { staleness } => most = most.max(staleness),
                 _ => return Ok(None),
             }
             server.pushes += 1;
         }
         Ok(Some(most))
+    }
+}
+
+/// Rows that were sent to a server.
+pub struct SentRows {
+    request: ServerRequest,
+    ids: Vec<u32>,
+    /// The encoded rows.
+    values: Vec<u8>,
+    /// Whether the connection had not failed.
+    was_sent: bool,
+}
+
+impl SentRows {
+    fn body(&self) -> [&[u8]; 2] {
+        [bytemuck::cast_slice(&self.ids), &self.values]
     }
 }
 

@@ -134,8 +134,30 @@ impl RpcClient {
         limit: usize,
         body: &mut Vec<u8>,
     ) -> Result<Result<T>> {
+        self.receive_with(limit, |_: &T, len, stream| protocol::read_body(len, stream, body))
+    }
+
+    /// Receives the response to a request that was sent, whose body, of at most `limit` bytes,
+    /// `take_body` reads whole; it gets the response and the length.
+    ///
+    /// # Errors
+    /// Returns an error if the connection fails, which closes it, or the error of `take_body`. The
+    /// inner result has the error of the peer.
+    pub fn receive_with<T: DeserializeOwned>(
+        &mut self,
+        limit: usize,
+        take_body: impl FnOnce(&T, usize, &mut dyn Read) -> Result<()>,
+    ) -> Result<Result<T>> {
         let mut connection = self.waiting().ok_or_else(|| Error::comm("no request was sent"))?;
-        let read = protocol::read::<Result<T, RemoteError>>(&mut connection, limit, body);
+        let read = protocol::read_with(
+            &mut connection,
+            limit,
+            |answer: &Result<T, RemoteError>, len, stream| match answer {
+                Ok(answer) => take_body(answer, len, stream),
+                Err(_) if len == 0 => Ok(()),
+                Err(_) => Err(Error::comm("the message of an error has a body")),
+            },
+        );
         match read {
             Ok(Some(answer)) => Ok(answer.map_err(RemoteError::error)),
             Ok(None) => {
@@ -162,12 +184,32 @@ impl RpcClient {
         limit: usize,
         into: &mut Vec<u8>,
     ) -> Result<T> {
+        self.call_with(head, body, limit, |_: &T, len, stream| {
+            protocol::read_body(len, stream, into)
+        })
+    }
+
+    /// Does the same as [`RpcClient::call_with_body`]; `take_body` reads the body of the response as
+    /// in [`RpcClient::receive_with`], again from the beginning if the request is repeated.
+    ///
+    /// # Errors
+    /// Returns the same errors as [`RpcClient::call_with_body`], or that of `take_body`.
+    pub fn call_with<T: DeserializeOwned>(
+        &mut self,
+        head: &impl Serialize,
+        body: &[&[u8]],
+        limit: usize,
+        mut take_body: impl FnMut(&T, usize, &mut dyn Read) -> Result<()>,
+    ) -> Result<T> {
         let since = Instant::now();
         let mut warned = false;
         loop {
             let (failed, time) = match self.connect() {
                 Err(e) => (e, self.connect_timeout),
-                Ok(()) => match self.send(head, body).and_then(|()| self.receive(limit, into)) {
+                Ok(()) => match self
+                    .send(head, body)
+                    .and_then(|()| self.receive_with(limit, &mut take_body))
+                {
                     Ok(answer) => return answer,
                     Err(e) => (e, self.reconnect_timeout),
                 },
@@ -284,7 +326,7 @@ mod tests {
             0
         }
 
-        fn answer(&self, (): &mut (), request: u32, _: &mut Vec<u8>) -> Result<u32> {
+        fn answer(&self, (): &mut (), request: u32, _: &[u8], _: &mut Vec<u8>) -> Result<u32> {
             Ok(request + 1)
         }
 

@@ -29,8 +29,8 @@ pub trait RpcHandler: Send + Sync + 'static {
     /// Returns the size limit of request bodies in bytes.
     fn max_body_bytes(&self) -> usize;
 
-    /// Answers a request. `body` has the body of the request, and is replaced by that of the
-    /// response.
+    /// Answers a request with the given body; the body of the response is appended to `into`, which
+    /// is empty.
     ///
     /// # Errors
     /// Returns an error if the request fails, which is sent to the client.
@@ -38,7 +38,8 @@ pub trait RpcHandler: Send + Sync + 'static {
         &self,
         visit: &mut Self::ConnectionState,
         request: Self::Request,
-        body: &mut Vec<u8>,
+        body: &[u8],
+        into: &mut Vec<u8>,
     ) -> Result<Self::Answer>;
 
     /// Called when a connection has ended.
@@ -120,20 +121,25 @@ fn prepare(connection: &Connection, caller: PeerId, idle: Duration) -> Result<()
 /// Answers the requests of a connection until it ends.
 fn answer_requests<S: RpcHandler>(mut connection: Connection, service: &S, stop: &AtomicBool) {
     let mut visit = S::ConnectionState::default();
-    let mut body = Vec::new();
+    // One for each direction: a body that overwrites an earlier one of its size needs no zeros first.
+    let [mut body, mut into] = [const { Vec::new() }; 2];
     while !stop.load(Ordering::Relaxed) {
         // A connection that fails is treated like one that ends.
-        let Ok(Some(request)) =
-            protocol::read(&mut connection, service.max_body_bytes(), &mut body)
-        else {
-            break;
-        };
-        let answer = service.answer(&mut visit, request, &mut body);
+        let mut len = 0;
+        let read =
+            protocol::read_with(&mut connection, service.max_body_bytes(), |_, bytes, stream| {
+                len = bytes;
+                // A request without a body leaves the bytes of the last one.
+                if len > 0 { protocol::read_body(len, stream, &mut body) } else { Ok(()) }
+            });
+        let Ok(Some(request)) = read else { break };
+        into.clear();
+        let answer = service.answer(&mut visit, request, &body[..len], &mut into);
         if answer.is_err() {
-            body.clear();
+            into.clear();
         }
         let answer: Result<S::Answer, RemoteError> = answer.map_err(|e| RemoteError::from(&e));
-        if protocol::write(&mut connection, &answer, &[&body]).is_err() {
+        if protocol::write(&mut connection, &answer, &[&into]).is_err() {
             break;
         }
     }

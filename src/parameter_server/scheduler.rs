@@ -3,6 +3,7 @@
 //!
 //! The scheduler uses neither clocks nor connections, which [`super::coordinator_service`] handles.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
@@ -468,7 +469,7 @@ impl WorkScheduler {
             ) => {
                 let values: Vec<f64> = losses.iter().map(|bits| f64::from_bits(*bits)).collect();
                 let loss = hpctrain_base::tree_sum::tree_sum(&values);
-                sums.put(virtual_ranks.clone(), loss, |into, from| *into += from);
+                sums.put(virtual_ranks.clone(), Cow::Owned(loss), |into, from| *into += from);
                 *most = most.max(seconds.compute);
                 member.seconds += *seconds;
                 let place = member.place.clone();

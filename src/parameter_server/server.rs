@@ -167,54 +167,45 @@ impl ServerState {
         events.push((format!("connection {connection}"), event));
     }
 
-    /// Executes a request.
-    fn execute(&self, request: ServerRequest, body: &mut Vec<u8>) -> Result<ServerResponse> {
+    /// Executes a request with the given body, and appends that of the response to `into`.
+    fn execute(
+        &self,
+        request: ServerRequest,
+        body: &[u8],
+        into: &mut Vec<u8>,
+    ) -> Result<ServerResponse> {
         if let ServerRequest::Assign(assignment) = request {
-            body.clear();
             // Free the memory of the previous ranges first.
             *self.storage.write().unwrap_or_else(PoisonError::into_inner) = None;
             let storage = ParamStore::new(&assignment, self.threads)?;
             *self.storage.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(storage));
             return Ok(ServerResponse::Done);
         }
-        let Some(storage) = self.storage() else {
-            body.clear();
-            return Ok(ServerResponse::Stale);
-        };
+        let Some(storage) = self.storage() else { return Ok(ServerResponse::Stale) };
         let is_current = |generation: u64| generation == storage.generation();
-        match request {
+        Ok(match request {
             ServerRequest::Pull { generation, of, pieces, known } if is_current(generation) => {
-                return storage
-                    .pull(of, pieces, &known, body)
-                    .map(|versions| ServerResponse::Pulled { versions });
+                ServerResponse::Pulled { versions: storage.pull(of, pieces, &known, into)? }
             }
             ServerRequest::Push { generation, member, line, number, of, pieces }
                 if is_current(generation) =>
             {
                 let staleness = storage.push((member, line), number, &of, pieces, body)?;
-                body.clear();
-                return Ok(ServerResponse::Pushed { staleness });
+                ServerResponse::Pushed { staleness }
             }
             ServerRequest::PullRows { generation, of } if is_current(generation) => {
-                return storage
-                    .pull_rows(of, body)
-                    .map(|versions| ServerResponse::Pulled { versions });
+                ServerResponse::Pulled { versions: storage.pull_rows(of, body, into)? }
             }
             ServerRequest::PushRows { generation, member, number, of, rows }
                 if is_current(generation) =>
             {
                 let staleness = storage.push_rows(member, number, &of, rows, body)?;
-                body.clear();
-                return Ok(ServerResponse::Pushed { staleness });
+                ServerResponse::Pushed { staleness }
             }
             ServerRequest::Set { generation, pieces } if is_current(generation) => {
                 storage.set(pieces, body)?;
-                body.clear();
-                return Ok(ServerResponse::Done);
+                ServerResponse::Done
             }
-            _ => body.clear(),
-        }
-        Ok(match request {
             ServerRequest::Squares { generation, step } if is_current(generation) => {
                 ServerResponse::Squares(storage.squares(step)?)
             }
@@ -279,13 +270,14 @@ impl RpcHandler for ServerState {
         &self,
         visit: &mut Self::ConnectionState,
         request: ServerRequest,
-        body: &mut Vec<u8>,
+        body: &[u8],
+        into: &mut Vec<u8>,
     ) -> Result<ServerResponse> {
         let connection =
             *visit.get_or_insert_with(|| self.connections.fetch_add(1, Ordering::Relaxed));
         let name = name(&request);
         let start = now();
-        let answer = self.execute(request, body);
+        let answer = self.execute(request, body, into);
         if self.is_traced() {
             self.record_event(connection, name, start);
         }

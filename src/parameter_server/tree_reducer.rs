@@ -1,6 +1,7 @@
 //! Reduces contributions of virtual ranks that arrive in any order, with the same summation tree as
 //! a single rank uses.
 
+use std::borrow::{Borrow, Cow};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -28,9 +29,18 @@ impl<T> TreeReducer<T> {
         count > 0 && virtual_ranks.end <= self.virtual_ranks && ends && first.is_multiple_of(size)
     }
 
-    /// Adds the sum of a group of virtual ranks; a group that was added before is ignored.
-    /// `add(into, from)` computes `into += from`.
-    pub fn put(&mut self, virtual_ranks: Range<usize>, sum: T, mut add: impl FnMut(&mut T, T)) {
+    /// Adds the sum of a group of virtual ranks; a group that was added before is ignored. It is
+    /// copied only if the group with which it is added is not there yet. `add(into, from)` computes
+    /// `into += from`, which must be commutative, bit for bit.
+    pub fn put<S>(
+        &mut self,
+        virtual_ranks: Range<usize>,
+        sum: Cow<'_, S>,
+        mut add: impl FnMut(&mut T, &S),
+    ) where
+        T: Borrow<S>,
+        S: ToOwned<Owned = T> + ?Sized,
+    {
         let is_present = self
             .parts
             .range(..=virtual_ranks.start)
@@ -49,27 +59,24 @@ impl<T> TreeReducer<T> {
             } else {
                 size
             };
-            if virtual_ranks.start.is_multiple_of(2 * size) {
-                let whole = (virtual_ranks.start + 2 * size).min(self.virtual_ranks);
-                match self.parts.get(&virtual_ranks.end) {
-                    Some((end, _)) if *end == whole && virtual_ranks.end < whole => {}
-                    _ => break,
+            let is_left = virtual_ranks.start.is_multiple_of(2 * size);
+            // The group that completes the parent.
+            let other = match is_left {
+                true => {
+                    let whole = (virtual_ranks.start + 2 * size).min(self.virtual_ranks);
+                    virtual_ranks.end..whole
                 }
-                let Some((end, right)) = self.parts.remove(&virtual_ranks.end) else { break };
-                add(&mut sum, right);
-                virtual_ranks.end = end;
-            } else {
-                let left = virtual_ranks.start - size;
-                match self.parts.get(&left) {
-                    Some((end, _)) if *end == virtual_ranks.start => {}
-                    _ => break,
-                }
-                let Some((_, mut before)) = self.parts.remove(&left) else { break };
-                add(&mut before, sum);
-                (sum, virtual_ranks.start) = (before, left);
-            }
+                false => virtual_ranks.start - size..virtual_ranks.start,
+            };
+            let is_there = !other.is_empty()
+                && self.parts.get(&other.start).is_some_and(|(end, _)| *end == other.end);
+            let other_sum = is_there.then(|| self.parts.remove(&other.start)).flatten();
+            let Some((_, mut total)) = other_sum else { break };
+            add(&mut total, sum.borrow());
+            sum = Cow::Owned(total);
+            virtual_ranks = virtual_ranks.start.min(other.start)..virtual_ranks.end.max(other.end);
         }
-        self.parts.insert(virtual_ranks.start, (virtual_ranks.end, sum));
+        self.parts.insert(virtual_ranks.start, (virtual_ranks.end, sum.into_owned()));
     }
 
     /// Returns the size of the largest group in the tree that starts at `first`, for a group at the
@@ -134,7 +141,7 @@ mod tests {
                     let sum = tree_sum(&values[group.clone()]);
                     // A repeated group changes nothing.
                     for _ in 0..2 {
-                        sums.put(group.clone(), sum, |into, from| *into += from);
+                        sums.put(group.clone(), Cow::Borrowed(&sum), |into, from| *into += from);
                     }
                 }
                 let whole = sums.whole().copied().unwrap();

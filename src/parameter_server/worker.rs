@@ -355,6 +355,7 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
     ) -> Result<Self> {
         let mut plan = terms.worker_plan(options.threads, !B::ON_HOST)?;
         plan.metrics.clone_from(&program.metrics);
+        log::info!("worker {member} computes on {} threads", plan.threads);
         let comm = single::<Cpu>();
         let topology = Topology::gather(&comm.world(), comm.node().host)?;
         let splits = match &program.data {
@@ -612,12 +613,21 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
     ) -> Result<Option<u64>> {
         let began = Instant::now();
         let _span = span(ActivityKind::Pushing, None);
+        let mut rows = match &self.rows {
+            Some(rows) => {
+                let mut rows = rows.client();
+                let sent = rows.send_push(self.engine.model.sharded.table_gradient()?, of_rows);
+                Some((rows, sent))
+            }
+            None => None,
+        };
+        // The servers receive the rows meanwhile.
         let mut staleness = self.servers.push(&self.engine.model, of)?;
-        if let (Some(rows), Some(most)) = (&self.rows, staleness) {
-            let gradient = self.engine.model.sharded.table_gradient()?;
-            let of_tables = rows.client().push(gradient, of_rows)?;
-            staleness = of_tables.map(|of_tables| of_tables.max(most));
+        if let Some((rows, sent)) = &mut rows {
+            let of_tables = rows.receive_push(sent)?;
+            staleness = staleness.and_then(|most| Some(most.max(of_tables?)));
         }
+        drop(rows);
         self.engine.model.sharded.skip()?;
         self.seconds.push += began.elapsed().as_secs_f64();
         Ok(staleness)

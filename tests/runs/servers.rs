@@ -95,6 +95,25 @@ fn the_bits_are_those_of_data_parallelism() {
     }
 }
 
+/// Each process divides its own cores; the coordinator does not decide for the others.
+#[test]
+fn every_process_has_its_own_number_of_threads() {
+    let root = tempfile::tempdir().unwrap();
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let run = Run::new(Spawn(2), root.path(), "x", &SYNC);
+    let mut command = run.command();
+    let ended = finish(command.args(["--servers", "1"]).env("RUST_LOG", "info")).succeeded();
+    for before in ["computes on ", "updates on "] {
+        let lines = ended.stderr.lines().filter_map(|line| line.split_once(before));
+        let counts: Vec<usize> = lines
+            .map(|(_, rest)| rest.strip_suffix(" threads").unwrap().parse().unwrap())
+            .collect();
+        // A quota of the control group is rounded up, and available_parallelism down.
+        let expected = (cores / 2).max(1);
+        assert!(counts == [expected] || counts == [expected + 1], "{before}{counts:?}: {ended}");
+    }
+}
+
 #[test]
 fn a_trace_has_workers_servers_and_the_coordinator() {
     let root = tempfile::tempdir().unwrap();

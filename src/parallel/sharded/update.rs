@@ -185,11 +185,21 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Returns an error if the full parameters are not in memory, or the device fails.
     pub fn set(&mut self, unit: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
-        let full = self.units[unit]
-            .params
-            .wait()?
-            .ok_or_else(|| Error::internal("the full parameters are not in memory"))?;
-        self.backend.write(values, B::view_mut(full, range))
+        let backend = self.backend.clone();
+        backend.write(values, B::view_mut(self.full_params(unit)?, range))
+    }
+
+    /// Returns a range of the parameters of a unit, to replace it, if it is in host memory as f32.
+    ///
+    /// # Errors
+    /// Returns an error if the full parameters are not in memory.
+    pub fn on_host(&mut self, unit: usize, range: Range<usize>) -> Result<Option<&mut [f32]>> {
+        Ok(B::on_host_mut(B::view_mut(self.full_params(unit)?, range)))
+    }
+
+    fn full_params(&mut self, unit: usize) -> Result<&mut B::Buf> {
+        let full = self.units[unit].params.wait()?;
+        full.ok_or_else(|| Error::internal("the full parameters are not in memory"))
     }
 
     /// Discards the reduced gradients, so that this step is skipped.

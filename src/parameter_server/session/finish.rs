@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use super::Session;
 use crate::coordinator_service::SessionError;
-use crate::run_spec::layouts;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_base::signals;
@@ -119,7 +118,7 @@ impl Session<'_, '_> {
             ranks: self.terms.workers,
             threads: self.plan.threads,
             hosts: self.worker_metrics.hosts(),
-            parameters: layouts(&self.plan).iter().map(parameters).sum(),
+            parameters: self.layouts.iter().map(parameters).sum(),
             steps: self.progress.step,
             skipped: self.worker_metrics.skipped(),
             data: job.data.as_ref().map(|data| data.fingerprint.digest()),

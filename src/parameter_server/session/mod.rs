@@ -19,7 +19,7 @@ use super::server_clients::ServerClients;
 use super::wal::{CommittedStep, Update, WalEntry, WalWriter, WriteAheadLog};
 use super::worker_metrics::WorkerMetrics;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::layout::Tensor;
+use hpctrain_base::layout::{Tensor, UnitLayout};
 use hpctrain_base::spans::now;
 use hpctrain_checkpoint::run_dir::{RunDirectory, RunOutcome};
 use hpctrain_checkpoint::{Origin, Progress, SaveContext, SaveThread};
@@ -78,6 +78,7 @@ pub struct Session<'a, 'h> {
     hub: &'a CoordinatorService,
     directory: &'a RunDirectory,
     plan: ResolvedConfig,
+    layouts: Vec<UnitLayout>,
     terms: RunSpec,
     clients: ServerClients,
     /// The clients for saves, which run concurrently with training.
@@ -162,7 +163,8 @@ impl<'a, 'h> Session<'a, 'h> {
             share_samples,
             predictions,
         )?;
-        let parameters: u64 = layouts(&plan).iter().map(|unit| unit.padded as u64).sum();
+        let layouts = layouts(&plan);
+        let parameters: u64 = layouts.iter().map(|unit| unit.padded as u64).sum();
         let budget = TimeLimit::new(plan.config.run.time_limit, started, 12 * parameters);
         budget.check()?;
         let stop_requests = StopRequests::new(
@@ -224,6 +226,7 @@ impl<'a, 'h> Session<'a, 'h> {
             directory,
             objective: plan.objective(),
             plan,
+            layouts,
             terms,
             clients: fleet,
             save_clients: save_fleet,
@@ -408,7 +411,7 @@ impl<'a, 'h> Session<'a, 'h> {
         let generation = self.terms.generation;
         let answers = self.clients.all(|_| ServerRequest::Squares { generation, step })?;
         let virtual_ranks = self.plan.virtual_ranks;
-        let layouts = layouts(&self.plan);
+        let layouts = &self.layouts;
         let mut all = Vec::new();
         let mut of_rows = SquareSum::default();
         if self.terms.row_width.is_some() {
@@ -445,7 +448,7 @@ impl<'a, 'h> Session<'a, 'h> {
         let virtual_ranks = self.plan.virtual_ranks;
         let answers =
             self.clients.all(|_| ServerRequest::Norms { generation, hyper: hyper.into() })?;
-        let layouts = layouts(&self.plan);
+        let layouts = &self.layouts;
         let tensors: usize = layouts.iter().map(|layout| layout.tensors.len()).sum();
         let mut norms = Norms::new(0..virtual_ranks, tensors);
         for (address, answer) in self.terms.addresses.iter().zip(answers) {
