@@ -123,7 +123,7 @@ impl PlanArgs {
             Some(ranks) if ranks as usize != started => Err(Error::input(format!(
                 "--measure with --ranks {ranks}, but {started} ranks were started"
             ))
-            .hint(format!("mpirun -np {ranks} hpctrain plan --measure, or leave --ranks out"))),
+            .hint(format!("mpirun -np {ranks} hpctrain plan --measure, or omit --ranks"))),
             _ => Ok(()),
         }
     }

@@ -149,7 +149,7 @@ fn number(env: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<us
 }
 
 /// Returns the role that `TF_CONFIG` assigns. `TensorFlow`'s guides give an evaluator a cluster of
-/// its own or none, and leave the chief out where a notebook coordinates: the first server does so
+/// its own or none, and no chief where a notebook coordinates: the first server does so
 /// then.
 ///
 /// # Errors

@@ -34,16 +34,16 @@ pub fn with_embedding_placement(
     let refused = |why: &str| Error::input(format!("model.place.tables = host {why}"));
     if !on_gpu {
         return Err(refused("is for GPUs").hint(
-            "leave it out, or run on a node with a GPU: on a CPU tables are in host memory anyway",
+            "omit it, or run on a node with a GPU: on a CPU tables are in host memory anyway",
         ));
     }
     if let Some((key, why)) = unsupported_layout(config, mesh, virtual_tensor_ranks) {
         return Err(refused(&format!("does not go with {key}, {why}"))
-            .hint(format!("leave {key} out, or set model.place.tables=device")));
+            .hint(format!("omit {key}, or set model.place.tables=device")));
     }
     network.with_separate_embedding().map_err(|why| {
         refused(why)
-            .hint("leave it out: layer-list models, and Llamas with model.tied = false, support it")
+            .hint("omit it: layer-list models, and Llamas with model.tied = false, support it")
     })
 }
 
@@ -110,7 +110,7 @@ pub fn sparse_tables(
             }
             separate.map_err(|why| {
                 refused(why).hint(
-                    "leave it out: layer-list models, and Llamas with model.tied = false, support it",
+                    "omit it: layer-list models, and Llamas with model.tied = false, support it",
                 )
             })?;
             true
@@ -121,7 +121,7 @@ pub fn sparse_tables(
         return Err(Error::input(
             "parallel.tables divides embedding tables with sparse updates, but these have dense ones",
         )
-        .hint("leave it out, or set optimizer.tables=sparse"));
+        .hint("omit it, or set optimizer.tables=sparse"));
     }
     Ok(is_sparse.then(|| choice.resolve(config.parallel.zero)))
 }

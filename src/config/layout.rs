@@ -136,7 +136,7 @@ fn check_storage(config: &Config) -> Result<()> {
             _ => Err(Error::input(format!(
                 "parallel.owners = {owners} does nothing with parallel.storage = ranks"
             ))
-            .hint("set parallel.storage to central, or leave owners out")),
+            .hint("set parallel.storage to central, or omit owners")),
         };
     }
     if !matches!(parallel.zero, Zero::Zero | Zero::Three) {
@@ -153,19 +153,19 @@ fn check_storage(config: &Config) -> Result<()> {
         return Err(Error::input(
             "parallel.storage = central with parallel.zero = 3 is not supported with parallel.pipeline",
         )
-        .hint("set parallel.zero=0, or leave parallel.pipeline out"));
+        .hint("set parallel.zero=0, or omit parallel.pipeline"));
     }
     if let Some(shard) = parallel.shard.filter(|shard| *shard != owners) {
         return Err(Error::input(format!(
             "parallel.shard = {shard}, but with parallel.storage = central the shards are its owners: parallel.owners = {owners}"
         ))
-        .hint("leave parallel.shard out"));
+        .hint("omit parallel.shard"));
     }
     if config.local_sgd.sync_every != Interval::Steps(0) {
         return Err(Error::input(
             "local_sgd.sync_every is not supported with parallel.storage = central",
         )
-        .hint("leave one of them out"));
+        .hint("omit one of them"));
     }
     Ok(())
 }
@@ -197,7 +197,7 @@ pub fn local_sgd(config: &Config, mesh: &Mesh) -> Result<Option<LocalSgd>> {
                 "local_sgd.{key} = {value} does nothing with local_sgd.sync_every = 0"
             ))
             .hint(format!(
-                "set local_sgd.sync_every to the steps between averages, or leave {key} out"
+                "set local_sgd.sync_every to the steps between averages, or omit {key}"
             ))),
         };
     }
@@ -274,7 +274,7 @@ pub fn loss_chunk_tokens(
     match loss_chunk_tokens {
         Some(tokens) if tokens > 0 => {
             Err(Error::input(format!("parallel.loss_chunk_tokens = {tokens}, {why}"))
-                .hint("leave it out"))
+                .hint("omit it"))
         }
         _ => Ok(0),
     }
@@ -301,7 +301,7 @@ pub fn virtual_tensor_ranks(parallel: &Parallel, network: &Network) -> Result<us
         return Err(Error::input(
             "parallel.sequence = true divides nothing with parallel.tensor = 1",
         )
-        .hint("set parallel.tensor to 2 or more, or leave parallel.sequence out"));
+        .hint("set parallel.tensor to 2 or more, or omit parallel.sequence"));
     }
     if virtual_ranks == 1 {
         return Ok(1);
@@ -320,7 +320,7 @@ pub fn virtual_tensor_ranks(parallel: &Parallel, network: &Network) -> Result<us
             return Err(Error::input(format!(
                 "parallel.{key} = {virtual_ranks}, but {kind} models do not support tensor parallelism"
             ))
-            .hint("leave it out: all models support parallel.pipeline and parallel.zero"));
+            .hint("omit it: all models support parallel.pipeline and parallel.zero"));
         }
     };
     if !heads.is_multiple_of(virtual_ranks) {
@@ -358,7 +358,7 @@ pub fn virtual_tensor_ranks(parallel: &Parallel, network: &Network) -> Result<us
             "parallel.sequence = true, but parallel.{key} = {virtual_ranks} does not divide model.context = {context}"
         ))
         .hint(format!(
-            "set model.context={}, or leave parallel.sequence out",
+            "set model.context={}, or omit parallel.sequence",
             context.next_multiple_of(virtual_ranks)
         )));
     }
@@ -461,7 +461,7 @@ fn equal_numbers(config: &Config, virtual_ranks: usize, ranks: usize, key: &str)
         ),
         numbers => format!("set parallel.virtual_ranks to {}", one_of(numbers.iter().copied())),
     };
-    format!("{change}, or leave {key} out")
+    format!("{change}, or omit {key}")
 }
 
 /// Returns numbers as a choice, such as `1, 2 or 4`.
@@ -502,11 +502,11 @@ fn check_micro(
     };
     if storage == Storage::Central {
         let why = "is not supported with parallel.storage = central";
-        return refused(why.into(), "leave parallel.reduce out".into());
+        return refused(why.into(), "omit parallel.reduce".into());
     }
     if zero == Zero::Zero {
         let why = "with parallel.zero = 0 has no shards to reduce over";
-        return refused(why.into(), "set parallel.zero to 1, 2 or 3, or leave reduce out".into());
+        return refused(why.into(), "set parallel.zero to 1, 2 or 3, or omit reduce".into());
     }
     if config.parallel.virtual_ranks.is_some() && virtual_ranks != micro_batches {
         return refused(
@@ -514,7 +514,7 @@ fn check_micro(
                 "requires a virtual rank for each micro-batch, but parallel.virtual_ranks = {virtual_ranks}, and a step has \
                  {micro_batches} micro-batches"
             ),
-            format!("set parallel.virtual_ranks={micro_batches}, or leave it out"),
+            format!("set parallel.virtual_ranks={micro_batches}, or omit it"),
         );
     }
     let ranks = replicas * mesh.shard;
@@ -714,5 +714,5 @@ pub fn stages(parallel: &Parallel, network: &Network) -> Result<Vec<Range<usize>
         return Ok(ends.collect());
     };
     Err(Error::input(format!("parallel.stages = {given:?} {problem}"))
-        .hint("leave it out; hpctrain config summary shows the blocks and a partition by work"))
+        .hint("omit it; hpctrain config summary shows the blocks and a partition by work"))
 }

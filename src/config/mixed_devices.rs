@@ -23,7 +23,7 @@ pub fn check(config: &Config, mesh: &Mesh) -> Result<()> {
     if mesh.replica > 1 && config.parallel.storage != Storage::Central {
         let (what, hint) = match mesh.shard {
             1 => ("parallel.zero = 0", "set parallel.zero to 1, 2 or 3"),
-            _ => ("parallel.replica above 1", "leave parallel.replica and parallel.shard out"),
+            _ => ("parallel.replica above 1", "omit parallel.replica and parallel.shard"),
         };
         let hint = format!("{hint}: each parameter is then updated by one rank");
         return refused(what, hint);
@@ -41,7 +41,7 @@ pub fn check(config: &Config, mesh: &Mesh) -> Result<()> {
         ("device.matmul_autotune", config.device.matmul_autotune),
     ];
     if let Some((key, _)) = keys.into_iter().find(|(_, is_set)| *is_set) {
-        return refused(key, "leave it out".into());
+        return refused(key, "omit it".into());
     }
     if config.precision.dtype == Compute::Bf16 {
         return refused(
@@ -53,7 +53,7 @@ pub fn check(config: &Config, mesh: &Mesh) -> Result<()> {
         TransportChoice::Auto | TransportChoice::HostStaged => Ok(()),
         transport => refused(
             &format!("comm.transport = {transport}"),
-            "leave it out: messages are host-staged".into(),
+            "omit it: messages are host-staged".into(),
         ),
     }
 }

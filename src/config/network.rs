@@ -28,7 +28,7 @@ pub fn network(model: &mut Model, data_vocabulary: Option<usize>) -> Result<Netw
     }
     if model.input.is_some() {
         return Err(Error::input("model.input is not a key of language models")
-            .hint("leave it out, or set model.kind=layers"));
+            .hint("omit it, or set model.kind=layers"));
     }
     let vocabulary = vocabulary(model, data_vocabulary)?;
     model.vocabulary = Some(vocabulary);
@@ -54,15 +54,16 @@ pub fn network(model: &mut Model, data_vocabulary: Option<usize>) -> Result<Netw
             ];
             if let Some((key, _)) = of_llama.into_iter().find(|(_, given)| *given) {
                 return Err(Error::input(format!("{key} is not a key of GPTs"))
-                    .hint("leave it out, or set model.kind=llama"));
+                    .hint("omit it, or set model.kind=llama"));
             }
             let bias = *model.bias.get_or_insert(true);
             Ok(Network::Gpt(Gpt { layers, heads, width, context, vocabulary, bias, dropout }))
         }
         ModelKind::Llama => {
             if model.bias == Some(true) {
-                return Err(Error::input("model.bias = true, but a Llama has no biases")
-                    .hint("leave it out"));
+                return Err(
+                    Error::input("model.bias = true, but a Llama has no biases").hint("omit it")
+                );
             }
             model.bias = Some(false);
             let kv_heads = *model.kv_heads.get_or_insert(heads);
@@ -130,7 +131,7 @@ fn custom_network(
     let elements = match own.input() {
         None => {
             return Err(Error::input(format!("model.own = {name:?} names a custom model, which only the program that defines it can build"))
-                .hint("use that program to train, evaluate and predict, or leave the key out"));
+                .hint("use that program to train, evaluate and predict, or omit the key"));
         }
         Some(Input::Text { context, vocabulary: ids }) => {
             vocabulary(model, data_vocabulary)?;
@@ -160,18 +161,14 @@ fn custom_network(
 /// Returns the network of a list of layers.
 fn layer_list_network(model: &Model) -> Result<Layers> {
     let transformer_keys = [
-        ("model.kv_heads", model.kv_heads.is_some(), "leave it out"),
-        ("model.hidden", model.hidden.is_some(), "leave it out: dense layers have units"),
-        ("model.tied", model.tied.is_some(), "leave it out"),
-        ("model.rope_theta", model.rope_theta.is_some(), "leave it out"),
-        ("model.rope_scaling", model.rope_scaling != RopeScaling::default(), "leave it out"),
-        (
-            "model.norm_epsilon",
-            model.norm_epsilon.is_some(),
-            "leave it out: layer_norm has an epsilon",
-        ),
-        ("model.dropout", model.dropout != 0.0, "leave it out, and add layers of kind dropout"),
-        ("model.bias", model.bias == Some(true), "leave it out: layers have a key bias"),
+        ("model.kv_heads", model.kv_heads.is_some(), "omit it"),
+        ("model.hidden", model.hidden.is_some(), "omit it: dense layers have units"),
+        ("model.tied", model.tied.is_some(), "omit it"),
+        ("model.rope_theta", model.rope_theta.is_some(), "omit it"),
+        ("model.rope_scaling", model.rope_scaling != RopeScaling::default(), "omit it"),
+        ("model.norm_epsilon", model.norm_epsilon.is_some(), "omit it: layer_norm has an epsilon"),
+        ("model.dropout", model.dropout != 0.0, "omit it, and add layers of kind dropout"),
+        ("model.bias", model.bias == Some(true), "omit it: layers have a key bias"),
     ];
     if let Some((key, _, hint)) = transformer_keys.into_iter().find(|(_, given, _)| *given) {
         return Err(Error::input(format!("{key} is not a key of layer-list models")).hint(hint));
@@ -195,7 +192,7 @@ fn vocabulary(model: &Model, data_vocabulary: Option<usize>) -> Result<usize> {
         (Some(asked), Some(needed)) if asked < needed => Err(Error::input(format!(
             "model.vocabulary = {asked} is smaller than the data's vocabulary of {needed}"
         ))
-        .hint(format!("set model.vocabulary = {needed}, or leave it out"))),
+        .hint(format!("set model.vocabulary = {needed}, or omit it"))),
         (Some(asked), _) => Ok(asked),
         (None, Some(needed)) => Ok(needed),
         (None, None) => Err(Error::input("the data does not say how many token ids it uses")
@@ -231,7 +228,7 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
     }
     if network.is_language() && config.data.weights.as_ref().is_some_and(|name| !name.is_empty()) {
         return Err(
-            Error::input("data.weights is not supported for language models").hint("leave it out")
+            Error::input("data.weights is not supported for language models").hint("omit it")
         );
     }
     if network.is_language() && (config.data.image_layout, config.data.scale) != (Axes::Nhwc, None)
@@ -239,7 +236,7 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
         return Err(Error::input(
             "data.image_layout and data.scale are not supported for language models",
         )
-        .hint("leave them out"));
+        .hint("omit them"));
     }
     if !(section.temperature > 0.0 && section.temperature.is_finite()) {
         return Err(out_of_range("loss.temperature", section.temperature, "greater than 0"));
@@ -249,7 +246,7 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
         return Err(Error::input(
             "loss.label_smoothing and loss.class_weights are for cross-entropy",
         )
-        .hint("leave them out, or set loss.kind=cross-entropy"));
+        .hint("omit them, or set loss.kind=cross-entropy"));
     }
     if let Some(custom) = &section.own {
         return custom_loss(custom, network).map(Loss::Custom);
@@ -294,8 +291,9 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
         LossKind::BinaryCrossEntropy => RegressionLoss::BinaryCrossEntropy,
     };
     if network.is_language() {
-        return Err(Error::input("loss.kind: language models support only cross-entropy")
-            .hint("leave it out"));
+        return Err(
+            Error::input("loss.kind: language models support only cross-entropy").hint("omit it")
+        );
     }
     Ok(Loss::Deviation(deviation))
 }
@@ -313,7 +311,7 @@ fn custom_loss(loss: &CustomLoss, network: &Network) -> Result<CustomLoss> {
         return Err(Error::input(format!(
             "loss {name:?}: the built-in language models support only cross-entropy"
         ))
-        .hint("leave it out, or use it with layers or a custom model"));
+        .hint("omit it, or use it with layers or a custom model"));
     }
     if let Network::Layers(layers) = network
         && layers.output().len() != 1

@@ -407,14 +407,14 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
     config.precision.dtype = resolved_dtype(&config, environment.on_gpu)?;
     if config.offload.optimizer && !environment.on_gpu {
         return Err(Error::input("offload.optimizer = true is for GPUs").hint(
-            "leave it out, or run on a node with a GPU: on a CPU the optimizer state is in host memory anyway",
+            "omit it, or run on a node with a GPU: on a CPU the optimizer state is in host memory anyway",
         ));
     }
     if config.offload.activations {
         let refused = |why: &str| Error::input(format!("offload.activations = true {why}"));
         if !environment.on_gpu {
             return Err(refused("is for GPUs")
-                .hint("leave it out: on a CPU activations are in host memory anyway"));
+                .hint("omit it: on a CPU activations are in host memory anyway"));
         }
         if !config.parallel.recompute {
             return Err(refused("requires parallel.recompute = true")
@@ -425,7 +425,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
         let refused = |why: &str| Error::input(format!("offload.params = true {why}"));
         if !environment.on_gpu {
             return Err(refused("is for GPUs")
-                .hint("leave it out: on a CPU parameters are in host memory anyway"));
+                .hint("omit it: on a CPU parameters are in host memory anyway"));
         }
         if u8::from(config.parallel.zero) != 3 || !config.offload.optimizer {
             return Err(refused("requires parallel.zero = 3 and offload.optimizer = true")
@@ -493,7 +493,7 @@ fn check_batch_loss(config: &Config, loss: &Loss, mesh: &Mesh) -> Result<()> {
         return Err(Error::input(format!(
             "parallel.schedule = {schedule} does not support a loss over the whole batch"
         ))
-        .hint("leave it out: such a loss has all forwards before all backwards"));
+        .hint("omit it: such a loss has all forwards before all backwards"));
     }
     Ok(())
 }
@@ -504,7 +504,7 @@ fn check_comm_dtype(config: &Config, network: &Network, on_gpu: bool) -> Result<
         return Ok(());
     }
     if !on_gpu {
-        return Err(Error::input("comm.dtype = bf16 is for GPUs").hint("leave it out"));
+        return Err(Error::input("comm.dtype = bf16 is for GPUs").hint("omit it"));
     }
     if let Some(algorithm @ (Algorithm::Vendor | Algorithm::Ring | Algorithm::ReduceToOne)) =
         config.comm.algorithm.fixed()
@@ -523,7 +523,7 @@ fn check_comm_dtype(config: &Config, network: &Network, on_gpu: bool) -> Result<
             "comm.dtype = bf16 would round the running average {}",
             tensor.name
         ))
-        .hint("leave comm.dtype out, or use layer_norm or group_norm")),
+        .hint("omit comm.dtype, or use layer_norm or group_norm")),
         None => Ok(()),
     }
 }
@@ -535,7 +535,7 @@ fn resolved_dtype(config: &Config, on_gpu: bool) -> Result<Compute> {
         (Compute::Auto, false) => Ok(Compute::F32),
         (Compute::Tf32, false) if config.run.device != DeviceChoice::Mixed => {
             Err(Error::input("precision.dtype = tf32 is for GPUs")
-                .hint("leave it out, or run on a node with a GPU"))
+                .hint("omit it, or run on a node with a GPU"))
         }
         (compute, _) => Ok(compute),
     }
@@ -593,7 +593,7 @@ fn check_ranges(config: &Config) -> Result<()> {
     elastic::check(config)?;
     if data.order == DataOrder::Files && !data.mix.is_empty() {
         return Err(Error::input("data.order = files is not supported with data.mix")
-            .hint("leave one of them out"));
+            .hint("omit one of them"));
     }
     let not_negative = [
         ("optimizer.weight_decay", digits(optimizer.weight_decay)),
@@ -635,9 +635,7 @@ fn check_ranges(config: &Config) -> Result<()> {
             "log.histograms = {}, but log.tensorboard = false: histograms are written for TensorBoard",
             log.histograms
         );
-        return Err(
-            Error::input(message).hint("set log.tensorboard=true, or leave log.histograms out")
-        );
+        return Err(Error::input(message).hint("set log.tensorboard=true, or omit log.histograms"));
     }
     if optimizer.nesterov && optimizer.momentum == 0.0 {
         return Err(out_of_range(
@@ -769,7 +767,7 @@ fn lr_of_batch(config: &Config, rates: &LrByBatch) -> Result<f64> {
         return Err(Error::input(format!(
             "lr_schedule.lr_by_batch and lr_schedule.reference_batch = {reference} are both given"
         ))
-        .hint("leave one of them out: the rates of the table are not scaled"));
+        .hint("omit one of them: the rates of the table are not scaled"));
     }
     rates.get(global).ok_or_else(|| {
         let batches: Vec<String> = rates.batches().map(|batch| batch.to_string()).collect();
@@ -929,12 +927,12 @@ mod tests {
             assert!(error.contains(key) && error.contains("hint: "), "{error}");
         }
         let error = refusal(3, &[&eight[..], &["comm.algorithm=vendor"]].concat());
-        assert!(error.contains("set parallel.virtual_ranks to 6 or 12, or leave"), "{error}");
+        assert!(error.contains("set parallel.virtual_ranks to 6 or 12, or omit"), "{error}");
         // A hint names only values that work.
         let few = ["batch.global=8", "parallel.virtual_ranks=8", "comm.algorithm=ring"];
         let error = refusal(3, &few);
         assert!(
-            error.ends_with("hint: start 1, 2, 4 or 8 ranks, or leave comm.algorithm out"),
+            error.ends_with("hint: start 1, 2, 4 or 8 ranks, or omit comm.algorithm"),
             "{error}"
         );
         let error = refusal(3, &["comm.algorithm=ring"]);
@@ -999,7 +997,7 @@ mod tests {
             ("model.heads=3", "does not divide into model.heads = 3"),
             (
                 "model.kv_heads=2",
-                "model.kv_heads is not a key of GPTs\nhint: leave it out, or set model.kind=llama",
+                "model.kv_heads is not a key of GPTs\nhint: omit it, or set model.kind=llama",
             ),
             ("model.vocabulary=10", "model.vocabulary = 10"),
             ("run.name=../x", "run.name"),
@@ -1022,12 +1020,9 @@ mod tests {
                 "optimizer.groups=[{names='*', weight_decay=nan}]",
                 "optimizer.groups[0].weight_decay = NaN",
             ),
-            ("offload.params=true", "offload.params = true is for GPUs\nhint: leave it out"),
-            ("offload.optimizer=true", "offload.optimizer = true is for GPUs\nhint: leave it out"),
-            (
-                "offload.activations=true",
-                "offload.activations = true is for GPUs\nhint: leave it out",
-            ),
+            ("offload.params=true", "offload.params = true is for GPUs\nhint: omit it"),
+            ("offload.optimizer=true", "offload.optimizer = true is for GPUs\nhint: omit it"),
+            ("offload.activations=true", "offload.activations = true is for GPUs\nhint: omit it"),
         ] {
             assert!(refusal(1, &[setting]).contains(wanted), "{setting}");
         }
@@ -1069,7 +1064,7 @@ mod tests {
                 error.starts_with(&format!("parallel.loss_chunk_tokens = 9, but {why}")),
                 "{error}"
             );
-            assert!(error.ends_with("\nhint: leave it out"), "{error}");
+            assert!(error.ends_with("\nhint: omit it"), "{error}");
         }
     }
 
@@ -1210,7 +1205,7 @@ mod tests {
             ("model.layers=[{kind='dense', units=1048576}]", "but cross-entropy requires"),
             (
                 "model.dropout=0.1",
-                "model.dropout is not a key of layer-list models\nhint: leave it out, and add",
+                "model.dropout is not a key of layer-list models\nhint: omit it, and add",
             ),
             ("model.kv_heads=2", "model.kv_heads is not a key of layer-list models"),
             ("loss.class_weights=[1.0]", "loss.class_weights has 1 weights for 10 classes"),

@@ -103,11 +103,12 @@ pub fn counts(
             .hint(format!("set parallel.virtual_ranks={} or more", 8 * ranks)));
     }
     if config.local_sgd.sync_every != Interval::Steps(0) {
-        return Err(refused("is not supported with local_sgd.sync_every").hint("leave one out"));
+        return Err(refused("is not supported with local_sgd.sync_every").hint("omit one of them"));
     }
     if reduce_after != ReduceAfter::StepInBlocks {
-        return Err(refused("is not supported with parallel.reduce = micro")
-            .hint("leave parallel.reduce out"));
+        return Err(
+            refused("is not supported with parallel.reduce = micro").hint("omit parallel.reduce")
+        );
     }
     match shares {
         WorkShares::Equal | WorkShares::Auto => Ok(None),

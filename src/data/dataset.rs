@@ -239,8 +239,9 @@ impl Dataset {
     /// are.
     pub fn augment(&mut self, by: Augment, shape: &[usize], seed: u64) -> Result<()> {
         if self.sizes().ids > 0 {
-            return Err(Error::input("data.augment is for images, but samples have ids")
-                .hint("leave it out"));
+            return Err(
+                Error::input("data.augment is for images, but samples have ids").hint("omit it")
+            );
         }
         self.augmenter = Some(Augmenter::new(by, shape, seed)?);
         Ok(())

@@ -330,15 +330,12 @@ impl<B: Kernels> Engine<B> {
         let schedule = self.geometry.schedule;
         let reduces = self.geometry.has_no_virtual_ranks();
         let ends_step = |k| reduces && schedule.virtual_rank_end(k) == Some(true);
+        if let Action::Forward(_) = action {
+            return self.model.skip_forward();
+        }
         let Model { blocks, sharded, host_embedding, .. } = &mut self.model;
         let units = 0..blocks.len();
         match action {
-            Action::Forward(_) => {
-                if host_embedding.is_some() {
-                    sharded.host_units()?.skip_forward()?;
-                }
-                units.into_iter().try_for_each(|unit| sharded.skip_turn(unit))
-            }
             Action::Backward(k) | Action::BackwardInput(k) => {
                 // With deferred weight gradients these are reduced later.
                 let reduces_now = ends_step(k) && matches!(action, Action::Backward(_));
@@ -356,7 +353,10 @@ impl<B: Kernels> Engine<B> {
             Action::BackwardWeight(k) if ends_step(k) => {
                 units.rev().try_for_each(|unit| sharded.reduce_of_others(unit))
             }
-            Action::Receive(..) | Action::Send(..) | Action::BackwardWeight(_) => Ok(()),
+            Action::Forward(_)
+            | Action::Receive(..)
+            | Action::Send(..)
+            | Action::BackwardWeight(_) => Ok(()),
         }
     }
 

@@ -430,7 +430,7 @@ pub fn check_size(plan: &ResolvedConfig, train: &dyn Source) -> Result<()> {
 }
 
 /// The hint for data all of whose samples are excluded.
-const ALL_EXCLUDED: &str = "keep some of them, or leave the data set out";
+const ALL_EXCLUDED: &str = "keep some of them, or omit the data set";
 
 /// The end of hints for data with fewer samples than a batch.
 const OR_REPEAT: &str = "or let a batch take samples again with data.repeat=true";

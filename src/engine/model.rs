@@ -105,6 +105,24 @@ impl<B: Kernels> Model<B> {
         self.pass(micro, None, self.blocks.len())
     }
 
+    /// Takes part in the messages about parameters of a forward that other data-parallel ranks
+    /// compute with [`Model::output`], without computing one. Collective over the pipeline stages.
+    ///
+    /// # Errors
+    /// Returns an error if the device or a message between ranks fails.
+    pub fn skip_output(&mut self) -> Result<()> {
+        self.sharded.begin_forward();
+        self.skip_forward()
+    }
+
+    /// Takes the turns of all blocks in a forward without computing them.
+    pub(super) fn skip_forward(&mut self) -> Result<()> {
+        if self.host_embedding.is_some() {
+            self.sharded.host_units()?.skip_forward()?;
+        }
+        (0..self.blocks.len()).try_for_each(|unit| self.sharded.skip_turn(unit))
+    }
+
     /// Creates KV caches for a sequence of at most `positions` positions, for
     /// [`Model::output_cached`]. Returns `None` if some block does not support a KV cache.
     pub fn kv_caches(&self, positions: usize) -> Option<Vec<KvCache<B>>> {

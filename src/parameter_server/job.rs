@@ -170,7 +170,7 @@ pub struct ServedRank<'a> {
     pub workers: usize,
     /// The number of servers.
     pub servers: usize,
-    /// The number of compute threads of a rank.
+    /// The number of compute threads of a rank whose configuration has no `run.threads`.
     pub threads: usize,
 }
 
@@ -187,9 +187,11 @@ impl ServedRank<'_> {
     ///
     /// # Errors
     /// Returns an error on all ranks if the run cannot start.
-    pub fn run(&self, request: TrainRequest, custom: Customization<'_>) -> Result<RankEnd> {
+    pub fn run(&self, mut request: TrainRequest, custom: Customization<'_>) -> Result<RankEnd> {
         let timeout = Duration::from_secs(request.config.parameter_server.timeout);
         let config = request.config.clone();
+        // Ranks may have different numbers: the coordinator's is not for the others.
+        let threads = request.config.run.threads.take().unwrap_or(self.threads);
         // No coordinator must wait for workers that have no device.
         let found = match self.server {
             None => find_gpu(self.comm, &config),
@@ -211,19 +213,14 @@ impl ServedRank<'_> {
         let run = self.announcement.announce(opened.as_ref().map(CoordinatorRun::directory))?;
         let rendezvous = PsRendezvous::for_run(&run);
         if self.server.is_none() {
-            let options = WorkerOptions {
-                rendezvous,
-                timeout,
-                threads: self.threads,
-                leaves_on_signal: false,
-            };
+            let options = WorkerOptions { rendezvous, timeout, threads, leaves_on_signal: false };
             return Ok(RankEnd::Other(work_on(gpu, &config, &options, custom)));
         }
         let server = ServerOptions {
             rendezvous,
             address: config.parameter_server.address.as_deref().and_then(host_of),
             timeout,
-            threads: self.threads,
+            threads,
         };
         Ok(match opened {
             Some(opened) => RankEnd::Coordinator(serve_alongside(opened, &server)),

@@ -14,6 +14,7 @@ use std::time::Instant;
 use super::codec;
 use super::partitioner::ParamRange;
 use super::protocol::{Assignment, Pushed, ServerLoad, Values};
+use super::push_pull::max_message_bytes;
 use super::run_spec::{RunSpec, layouts};
 use super::tree_reducer::TreeReducer;
 use hpctrain_base::error::{Error, Result};
@@ -37,7 +38,10 @@ pub struct ParamStore {
     server: usize,
     plan: ResolvedConfig,
     layouts: Vec<UnitLayout>,
+    /// The backend of updates that one request makes.
     backend: Cpu,
+    /// The backend of the threads of connections, which work beside each other.
+    of_connections: Cpu,
     ranges: Vec<RangeSlot>,
     /// The number of the first ranges that are rows of tables with sparse updates.
     row_ranges: usize,
@@ -144,7 +148,11 @@ impl ParamStore {
     pub fn new(assignment: &Assignment, threads: usize) -> Result<Self> {
         let absent = || Error::comm("the coordinator assigned ranges that do not exist");
         let terms = assignment.terms.clone().with_held_network();
-        let plan = RunSpec::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
+        let mut plan = RunSpec::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
+        if !terms.is_synchronous() {
+            // Each connection has a thread, on which it updates ranges while others do.
+            plan.threads = 1;
+        }
         let layouts = layouts(&plan);
         let backend = Cpu::new(plan.threads).with_all_threads()?;
         let updates = Updates {
@@ -224,6 +232,7 @@ impl ParamStore {
             plan,
             layouts,
             backend,
+            of_connections: Cpu::new(1),
             ranges,
             row_ranges,
             cut: Mutex::default(),
@@ -302,6 +311,8 @@ impl ParamStore {
         };
         let used = self.used();
         let ranges = self.slots(&pieces)?;
+        let elements: usize = ranges.iter().map(|slot| slot.piece.range.len()).sum();
+        body.reserve_exact(elements * codec::width(format));
         let mut versions = Vec::with_capacity(ranges.len());
         for (index, (number, slot)) in pieces.clone().zip(ranges).enumerate() {
             let known = known.get(index).copied().flatten();
@@ -657,8 +668,11 @@ impl ParamStore {
         self.ranges.iter().map(of_range).collect()
     }
 
-    /// Computes the squared norms of a gradient that is complete now, while it is in the caches.
+    /// Computes the squared norms of a gradient once it is complete, while it is in the caches.
     fn note_squares(&self, slot: &RangeSlot, state: &mut State) -> Result<()> {
+        if state.squares.is_some() {
+            return Ok(());
+        }
         let squares: Result<_> = match &state.sums {
             Sums::Rows(sums) => {
                 let Some(sum) = sums.whole() else { return Ok(()) };
@@ -674,8 +688,8 @@ impl ParamStore {
                 let of_shard = |shard| {
                     let counted = layout.counted(layout.part(shard, virtual_ranks));
                     let gradient = &sum[counted.start - start..counted.end - start];
-                    let square = self.backend.sum_squares(gradient)?;
-                    self.backend.read(square).map(f64::to_bits)
+                    let square = self.of_connections.sum_squares(gradient)?;
+                    self.of_connections.read(square).map(f64::to_bits)
                 };
                 shards(layout, &slot.piece, virtual_ranks).map(of_shard).collect()
             }
@@ -799,7 +813,8 @@ impl ParamStore {
 }
 
 /// Refuses ranges that do not fit into the memory of this host: parameters and optimizer state
-/// (`buffers` buffers), their snapshot for checkpoints, and gradients being received.
+/// (`buffers` buffers), their snapshot for checkpoints, gradients that are being reduced, and
+/// messages.
 fn check_memory(
     plan: &ResolvedConfig,
     terms: &RunSpec,
@@ -807,21 +822,21 @@ fn check_memory(
     row_ranges: usize,
     buffers: usize,
 ) -> Result<()> {
-    // Synchronous training keeps partial sums of the tree; otherwise each worker has one gradient
-    // in flight.
-    let gradients = if terms.is_synchronous() {
-        2 + plan.virtual_ranks.ilog2() as usize
-    } else {
-        terms.workers
-    };
+    // Synchronous training keeps partial sums of the tree.
+    let gradients =
+        if terms.is_synchronous() { 2 + plan.virtual_ranks.ilog2() as usize } else { 0 };
     let elements = |pieces: &[ParamRange]| {
         pieces.iter().map(|piece| piece.range.len()).fold(0, usize::saturating_add)
     };
+    // Each connection keeps the last message in both directions.
+    let connections = terms.workers.saturating_mul(terms.config.parameter_server.connections);
+    let messages = max_message_bytes(terms).saturating_mul(connections).saturating_mul(2);
     // Gradients of tables have few rows.
     let need = elements(pieces)
         .saturating_mul(2 * buffers)
         .saturating_add(elements(&pieces[row_ranges..]).saturating_mul(gradients))
-        .saturating_mul(size_of::<f32>());
+        .saturating_mul(size_of::<f32>())
+        .saturating_add(messages);
     let limit = plan.config.run.memory_limit.map(|limit| limit.0);
     let available = available(0).into_iter().chain(limit).min().unwrap_or(usize::MAX);
     if need <= available {

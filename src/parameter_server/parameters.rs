@@ -242,6 +242,7 @@ impl Parameters {
             Err(e) => e.kind() == Kind::Comm,
         };
         if !is_over {
+            pulled?;
             return self.keep(servers, true);
         }
         let mut servers = self.reconnected()?;

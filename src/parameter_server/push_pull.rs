@@ -12,7 +12,7 @@ use super::partitioner::ParamRange;
 use super::protocol::{Pushed, ServerRequest, ServerResponse, Values, lost, read_body};
 use super::rpc_client::RpcClient;
 use super::run_spec::RunSpec;
-use hpctrain_base::error::Result;
+use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_config::MessageDtype;
 use hpctrain_device::Kernels;
 use hpctrain_engine::Model;
@@ -160,12 +160,15 @@ impl ServerConnection {
         limit: usize,
         take_body: impl FnOnce(&ServerResponse, usize, &mut dyn Read) -> Result<()>,
     ) -> Option<Result<ServerResponse>> {
-        if self.is_up {
-            let answer = self.client.receive_with(limit, take_body);
-            self.is_up = answer.is_ok();
-            return answer.ok();
+        if !self.is_up {
+            return None;
         }
-        None
+        let answer = self.client.receive_with(limit, take_body);
+        self.is_up = answer.is_ok();
+        match answer {
+            Err(e) if e.kind() == Kind::Comm => None,
+            answer => Some(answer.flatten()),
+        }
     }
 }
 
@@ -451,8 +454,13 @@ fn read_in_place<'a>(
     target: &mut impl PullTarget,
     stream: &mut dyn Read,
 ) -> Result<bool> {
-    for ParamRange { unit, range } in pieces {
-        let Some(params) = target.on_host(*unit, range.clone())? else { return Ok(false) };
+    for (index, ParamRange { unit, range }) in pieces.enumerate() {
+        let Some(params) = target.on_host(*unit, range.clone())? else {
+            return match index {
+                0 => Ok(false),
+                _ => Err(Error::internal("only some parameters are in host memory")),
+            };
+        };
         stream.read_exact(bytemuck::cast_slice_mut(params)).map_err(lost)?;
     }
     Ok(true)

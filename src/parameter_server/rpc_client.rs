@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 
 use super::address;
 use super::protocol::{self, RemoteError};
-use hpctrain_base::error::{Error, Result};
+use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_comm::{Connection, Credentials, HANDSHAKE_TIMEOUT, PeerId, call};
 
 /// The delay between two attempts.
@@ -211,6 +211,8 @@ impl RpcClient {
                     .and_then(|()| self.receive_with(limit, &mut take_body))
                 {
                     Ok(answer) => return answer,
+                    // Not the connection failed.
+                    Err(e) if e.kind() != Kind::Comm => return Err(e),
                     Err(e) => (e, self.reconnect_timeout),
                 },
             };

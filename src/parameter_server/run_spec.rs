@@ -108,7 +108,11 @@ impl RunSpec {
         {
             return Err(batch_norm_refused(&format!("batch normalisation ({place})")));
         }
-        let plan = resolve(config, &Environment { ranks: 1, threads, vocabulary, on_gpu: false })?;
+        let given_threads = config.run.threads;
+        let mut plan =
+            resolve(config, &Environment { ranks: 1, threads, vocabulary, on_gpu: false })?;
+        // Each process has its own number.
+        plan.config.run.threads = given_threads;
         if plan.loss.over_batch() {
             return Err(Error::input(
                 "the loss depends on all samples of a batch, but with parameter servers each \
@@ -388,6 +392,7 @@ fn check(config: &Config) -> Result<()> {
         ("parallel.virtual_tensor_ranks", is_given(parallel.virtual_tensor_ranks)),
         ("parallel.pipeline", parallel.pipeline > 1),
         ("parallel.shard", is_given(parallel.shard)),
+        ("parallel.replica", is_given(parallel.replica)),
         ("parallel.reduce = micro", parallel.reduce == hpctrain_config::ReduceChoice::Micro),
         ("local_sgd.sync_every", average),
         ("checkpoint.every = auto", config.checkpoint.every == hpctrain_config::OrAuto::Auto),

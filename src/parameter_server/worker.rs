@@ -327,7 +327,8 @@ fn check_memory<B: Kernels>(
     let mut lean = resolve(config, &facts)?;
     lean.sparse_tables = plan.sparse_tables;
     let mut held = memory::BaselineMemory::now(&single::<B>(), data);
-    // One message is received while another is sent.
+    // One message is received while another is sent, unless both are f32 on CPUs, which need no
+    // copies.
     held.messages = 2 * max_message_bytes(terms);
     let need = memory::worst::<B>(&lean, held);
     let room = memory::budget(plan, topology, held, None);

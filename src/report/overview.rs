@@ -195,7 +195,7 @@ pub fn environment(runs: &[RunRecords], labels: &[String]) -> String {
     let version = column(|card| card.version.clone());
     let mpi = column(|card| card.mpi.clone());
     let ranks = column(|card| card.ranks.to_string());
-    let threads = column(|card| card.threads.to_string());
+    let threads = column(|card| card.threads.map_or("–".into(), |threads| threads.to_string()));
     let hosts = column(|card| {
         let mut hosts = card.hosts.clone();
         hosts.dedup();

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::html::{digits, escaped, muted};
 use crate::run_records::RunRecords;
 use hpctrain_config::telemetry::rank_times::{RankTimes, Spread};
-use hpctrain_config::telemetry::straggler::slow;
+use hpctrain_config::telemetry::straggler::slow_ranks;
 
 /// The maximum number of ranks that are shown; of more, the slowest.
 const MOST: usize = 64;
@@ -35,9 +35,11 @@ pub fn section(run: &RunRecords) -> String {
             )),
         };
     }
-    // The run may have been resumed with other numbers of ranks.
-    let windows: Vec<&RankTimes> =
-        windows.iter().filter(|window| window.ranks() == ranks).collect();
+    // The run may have been resumed with other numbers of ranks, or of their virtual ranks.
+    let virtual_ranks = windows.last().map_or(&[][..], |window| &window.virtual_ranks);
+    let is_like_last =
+        |window: &&RankTimes| window.ranks() == ranks && window.virtual_ranks == virtual_ranks;
+    let windows: Vec<&RankTimes> = windows.iter().filter(is_like_last).collect();
     let spreads: Vec<&Spread> =
         windows.iter().filter_map(|window| window.spread.as_ref()).collect();
     if !spreads.is_empty() {
@@ -54,28 +56,33 @@ pub fn section(run: &RunRecords) -> String {
     let comparable = if mesh.ranks() == ranks { mesh.data().max(1) } else { ranks };
     let seconds: Vec<f64> = sums.iter().map(|ms| ms * 1e-3).collect();
     let mut is_slow = vec![false; ranks];
-    for (stage, of_stage) in seconds.chunks(comparable).enumerate() {
-        slow(of_stage, factor, steps)
-            .iter()
-            .for_each(|(rank, _)| is_slow[stage * comparable + rank] = true);
+    for straggler in slow_ranks(&seconds, (comparable, virtual_ranks), factor, steps) {
+        is_slow[straggler.rank] = true;
     }
     let host = |rank: usize| {
         run.summary.as_ref().filter(|card| card.hosts.len() == ranks).map(|card| &card.hosts[rank])
     };
     let slowest =
         |rank: usize| windows.iter().map(|window| window.compute_ms[rank]).fold(0.0, f64::max);
+    let tooltip = |rank: usize| {
+        let count = virtual_ranks
+            .get(rank)
+            .map_or(String::new(), |count| format!(", {count} virtual ranks"));
+        format!("slowest window {} ms{count}", digits(Some(slowest(rank))))
+    };
     let shown: Vec<Rank> = (0..ranks)
         .map(|rank| Rank {
             name: host(rank)
                 .map_or_else(|| format!("rank {rank}"), |host| format!("rank {rank}, {host}")),
             ms: sums[rank] / steps.max(1) as f64,
             is_slow: is_slow[rank],
-            tooltip: format!("slowest window {} ms", digits(Some(slowest(rank)))),
+            tooltip: tooltip(rank),
         })
         .collect();
+    let per = if virtual_ranks.is_empty() { "" } else { ", per virtual rank" };
     let note = format!(
         "Compute time of each rank in milliseconds per step, without waits for messages and data, over {} windows of steps. Red bars \
-         exceed {factor} times the median rank of their stage.",
+         exceed {factor} times the median rank of their stage{per}.",
         windows.len()
     );
     bars(shown) + &muted(&note)

@@ -177,11 +177,10 @@ impl Records {
         seconds: &[f64],
     ) -> (Vec<Straggler>, Result<()>) {
         let Some(window) = self.stragglers.step(seconds) else { return (Vec::new(), Ok(())) };
-        let compute_ms =
-            || window.seconds.iter().map(|seconds| 1e3 * seconds / window.steps as f64).collect();
-        let write =
-            |file: &mut JsonLines| file.write(&RankTimes::new(step, window.steps, compute_ms()));
-        let written = self.rank_times.as_mut().map_or(Ok(()), write);
+        let ms = |seconds: &f64| 1e3 * seconds / window.steps as f64;
+        let times = RankTimes::new(step, window.steps, window.seconds.iter().map(ms).collect())
+            .with_virtual_ranks(self.stragglers.virtual_ranks());
+        let written = self.rank_times.as_mut().map_or(Ok(()), |file| file.write(&times));
         (window.stragglers, written)
     }
 

@@ -94,6 +94,8 @@ pub struct Ranks {
     pub slowest: Vec<RankTime>,
     /// Whether they are workers of parameter servers.
     pub are_workers: bool,
+    /// Whether the times are those of a virtual rank, because ranks have unequal numbers of them.
+    pub per_virtual_rank: bool,
 }
 
 /// A run and what is known of it.
@@ -356,14 +358,26 @@ impl RunView {
             Some(spread) => spread.slowest_ms.clone(),
             None => times.compute_ms.iter().copied().enumerate().collect(),
         };
+        let per_virtual_rank = !times.virtual_ranks.is_empty();
+        if per_virtual_rank {
+            let count = |rank: usize| times.virtual_ranks.get(rank).copied().unwrap_or(0);
+            slowest.retain(|(rank, _)| count(*rank) > 0);
+            slowest.iter_mut().for_each(|(rank, ms)| *ms /= count(*rank) as f64);
+        }
         let median_ms = match &times.spread {
             Some(spread) => spread.quantiles_ms[2],
-            None => median(times.compute_ms.clone())?,
+            None => median(slowest.iter().map(|(_, ms)| *ms).collect())?,
         };
         slowest.sort_by(|a, b| b.1.total_cmp(&a.1));
         let slowest =
             slowest.into_iter().map(|(rank, ms)| RankTime { name: name(rank), ms }).collect();
-        Some(Ranks { count: times.ranks(), median_ms, slowest, are_workers: false })
+        Some(Ranks {
+            count: times.ranks(),
+            median_ms,
+            slowest,
+            are_workers: false,
+            per_virtual_rank,
+        })
     }
 
     fn workers(&self) -> Ranks {
@@ -378,14 +392,16 @@ impl RunView {
             .collect();
         slowest.sort_by(|a, b| b.ms.total_cmp(&a.ms));
         let median_ms = median(slowest.iter().map(|one| one.ms).collect()).unwrap_or(0.0);
-        Ranks { count: slowest.len(), median_ms, slowest, are_workers: true }
+        let count = slowest.len();
+        Ranks { count, median_ms, slowest, are_workers: true, per_virtual_rank: false }
     }
 }
 
 const MIB: f64 = (1 << 20) as f64;
 
 fn median(mut values: Vec<f64>) -> Option<f64> {
-    let middle = values.len() / 2;
+    // Of an even number the lower one, so that one of two ranks can be slow.
+    let middle = values.len().saturating_sub(1) / 2;
     (!values.is_empty()).then(|| *values.select_nth_unstable_by(middle, f64::total_cmp).1)
 }
 
@@ -478,6 +494,13 @@ mod tests {
         view.refresh();
         let ranks = view.ranks().unwrap();
         assert_eq!((ranks.count, ranks.slowest[0].ms), (100, 99.0));
+        // A rank is not slow because it has more virtual ranks, nor fast because it has none.
+        let unequal = RankTimes::new(60, 20, vec![0.1, 12.0, 9.0]).with_virtual_ranks(&[0, 6, 3]);
+        append(&dir.path().join("rank_times.jsonl"), &unequal);
+        view.refresh();
+        let ranks = view.ranks().unwrap();
+        assert_eq!((ranks.count, ranks.median_ms, ranks.per_virtual_rank), (3, 2.0, true));
+        assert_eq!(ranks.slowest[0], RankTime { name: "2".into(), ms: 3.0 });
     }
 
     #[test]

@@ -237,12 +237,17 @@ fn slowest(view: &RunView) -> String {
     let (plural, one) = if ranks.are_workers { ("workers", "worker") } else { ("ranks", "rank") };
     let Some(slow) = ranks.slowest.first() else { return String::new() };
     format!(
-        "{} {plural}, slowest {one} {}: {} of compute, {:.2} x the median",
+        "{} {plural}, slowest {one} {}: {} of compute{}, {:.2} x the median",
         ranks.count,
         slow.name,
         milliseconds(slow.ms),
+        per_virtual_rank(&ranks),
         slow.ms / ranks.median_ms
     )
+}
+
+fn per_virtual_rank(ranks: &Ranks) -> &'static str {
+    if ranks.per_virtual_rank { " per virtual rank" } else { "" }
 }
 
 /// Returns whether the slowest rank takes so much longer than the median that training warns.
@@ -407,9 +412,10 @@ fn ranks_panel(view: &RunView, area: Rect) -> Paragraph<'static> {
         ])
     });
     let title = format!(
-        "compute time of {} {}, slowest first, median {}",
+        "compute time of {} {}{}, slowest first, median {}",
         ranks.count,
         if ranks.are_workers { "workers" } else { "ranks" },
+        per_virtual_rank(&ranks),
         milliseconds(ranks.median_ms)
     );
     Paragraph::new(lines.collect::<Vec<_>>()).block(block(&title))

@@ -61,8 +61,8 @@ fn made_up_run() -> tempfile::TempDir {
     write(
         "logs/rank-00000.log",
         "[2026-11-28T23:13:08Z INFO  hpctrain_train::run::prepare] rank 0 of 4 on node1\n\
-         [2026-11-28T23:13:43Z INFO  hpctrain_train::run] step 1000: validation loss 1.2141\n\
-         [2026-11-28T23:13:47Z WARN  hpctrain_train::run] rank 2 is slow: 1.64 times the median\n"
+         [2026-11-28T23:13:43Z INFO  hpctrain_train::run] step 1000: validation loss 1.2142, perplexity 3.37\n\
+         [2026-11-28T23:13:47Z WARN  hpctrain_train::run] rank 2 (host node1) computes 1.7 times as long as the median rank over the last 20 steps\n"
             .into(),
     );
     let end = End { step: 1234, status: RunStatus::Preempted, reason: Some("SIGTERM came".into()) };

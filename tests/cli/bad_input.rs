@@ -115,14 +115,14 @@ fn settings() {
         (
             "comm.transport=cuda-aware",
             ALL,
-            &["comm.transport = cuda-aware is for GPUs", "hint: leave it out"],
+            &["comm.transport = cuda-aware is for GPUs", "hint: omit it"],
         ),
-        ("comm.transport=nccl", ALL, &["comm.transport = nccl is for GPUs", "hint: leave it out"]),
+        ("comm.transport=nccl", ALL, &["comm.transport = nccl is for GPUs", "hint: omit it"]),
         ("model.place.tables=disk", ONE, &["unknown value `disk`", "it can be device, host"]),
         (
             "model.place.tables=host",
             ALL,
-            &["model.place.tables = host is for GPUs", "hint: leave it out"],
+            &["model.place.tables = host is for GPUs", "hint: omit it"],
         ),
         (
             "model.rope_scaling.rope_type=yarn",
@@ -132,7 +132,7 @@ fn settings() {
         (
             "model.rope_scaling.factor=8",
             ALL,
-            &["model.rope_scaling is not a key of GPTs", "hint: leave it out"],
+            &["model.rope_scaling is not a key of GPTs", "hint: omit it"],
         ),
         ("model.kind=bert", ONE, &["unknown value `bert`", "gpt"]),
         ("run.steps=0", ONE, &["run.steps = 0 is out of range", "at least 1"]),
@@ -621,7 +621,7 @@ fn impossible_central_storage() {
         (
             Simulate(2),
             "parallel.storage=central parallel.shard=2",
-            &["parallel.shard = 2, but", "leave parallel.shard out"],
+            &["parallel.shard = 2, but", "omit parallel.shard"],
         ),
         (
             Simulate(2),

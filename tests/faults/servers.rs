@@ -696,7 +696,7 @@ fn the_manifest_of_a_tfjob_trains() {
     assert_eq!(tasks().count(), 1 + 2 + 4 + 1);
     let port =
         || std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-    // Training operators leave evaluators out of the cluster.
+    // Training operators do not list evaluators in the cluster.
     let cluster: serde_json::Value = kinds[..3]
         .iter()
         .map(|(role, kind)| {

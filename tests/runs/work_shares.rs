@@ -1,7 +1,7 @@
 //! Ranks of unequal speed get unequal numbers of virtual ranks, with the same bits.
 
 use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate, Spawn};
-use hpctrain_testkit::launch::finish;
+use hpctrain_testkit::launch::{finish, program};
 use hpctrain_testkit::runs::{Run, json};
 
 const SETTINGS: [&str; 2] = ["parallel.virtual_ranks=8", "model.dropout=0.1"];
@@ -66,6 +66,28 @@ fn owners_may_have_no_share() {
         &[&SETTINGS[..], &["parallel.work_shares=[0, 1, 4]", central, "run.steps=8"]].concat(),
     );
     again.resume("auto").succeeds();
+}
+
+/// A rank that computes longer because it has more virtual ranks is not slow.
+#[test]
+fn ranks_are_compared_per_virtual_rank() {
+    let root = tempfile::tempdir().unwrap();
+    let more = ["parallel.work_shares=[3, 1]", "log.straggler_window=2"];
+    let run = Run::new(Spawn(2), root.path(), "two", &[&SETTINGS[..], &more].concat());
+    let page = root.path().join("report.html");
+    for (slowed, is_slow) in [("0:10,1:10", false), ("0:10,1:40", true)] {
+        std::fs::remove_dir_all(&run.files().0).unwrap_or_default();
+        let ended = finish(run.command().env("HPCTRAIN_SLOW_RANK", slowed)).succeeded();
+        assert_eq!(ended.stderr.contains("rank 1 (host "), is_slow, "{ended}");
+        assert!(!ended.stderr.contains("rank 0 (host "), "{ended}");
+        let times = run.files().text("rank_times.jsonl");
+        assert!(times.lines().all(|line| line.contains(r#""virtual_ranks":[6,2]"#)), "{times}");
+        let mut report = program(["report", "--out", page.to_str().unwrap()]);
+        finish(report.arg(&run.files().0)).succeeded();
+        let text = std::fs::read_to_string(&page).unwrap();
+        assert_eq!(text.matches("class=\"bar slow\"").count(), usize::from(is_slow));
+        assert!(text.contains(", 6 virtual ranks") && text.contains("per virtual rank."));
+    }
 }
 
 /// A rank that takes twice as long for a forward gets half of the virtual ranks.

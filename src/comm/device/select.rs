@@ -82,7 +82,7 @@ impl<B: Backend> Comm<B> {
                     Err(Error::input(format!(
                         "comm.transport = {setting} requires a GPU for every rank, and some compute on the CPU"
                     ))
-                    .hint("set comm.transport=host-staged, or leave it out")
+                    .hint("set comm.transport=host-staged, or omit it")
                     .shared())
                 }
             };
@@ -95,7 +95,7 @@ impl<B: Backend> Comm<B> {
                 | TransportChoice::HostStaged
                 | TransportChoice::Nccl => {
                     Err(Error::input(format!("comm.transport = {setting} is for GPUs"))
-                        .hint("leave it out: host memory needs no device transport")
+                        .hint("omit it: host memory needs no device transport")
                         .shared())
                 }
             };

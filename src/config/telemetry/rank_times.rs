@@ -23,6 +23,9 @@ pub struct RankTimes {
     /// the order of ranks; empty if there are more than 64.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub compute_ms: Vec<f64>,
+    /// The number of virtual ranks of each of these ranks; empty if all have as many.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub virtual_ranks: Vec<usize>,
     /// The distribution of these times if there are more than 64 ranks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spread: Option<Spread>,
@@ -44,7 +47,7 @@ impl RankTimes {
     /// milliseconds per step of each rank.
     pub fn new(step: u64, steps: u64, compute_ms: Vec<f64>) -> Self {
         if compute_ms.len() <= EACH {
-            return Self { step, steps, compute_ms, spread: None };
+            return Self { step, steps, compute_ms, virtual_ranks: Vec::new(), spread: None };
         }
         let mut sorted: Vec<(usize, f64)> = compute_ms.into_iter().enumerate().collect();
         sorted.sort_by(|a, b| b.1.total_cmp(&a.1));
@@ -54,7 +57,15 @@ impl RankTimes {
             .map(|percent: usize| sorted[ranks - (ranks * percent).div_ceil(100).max(1)].1);
         sorted.truncate(SLOWEST);
         let spread = Spread { ranks, quantiles_ms, slowest_ms: sorted };
-        Self { step, steps, compute_ms: Vec::new(), spread: Some(spread) }
+        Self { step, steps, compute_ms: vec![], virtual_ranks: vec![], spread: Some(spread) }
+    }
+
+    /// Adds the number of virtual ranks of each rank, unless all have as many.
+    pub fn with_virtual_ranks(mut self, counts: &[usize]) -> Self {
+        if counts.len() == self.compute_ms.len() && counts.iter().any(|count| *count != counts[0]) {
+            self.virtual_ranks = counts.to_vec();
+        }
+        self
     }
 
     /// Returns the number of ranks.

@@ -70,8 +70,10 @@ pub struct RunRecord {
     pub reduce: Option<ReduceChoice>,
     /// The number of ranks.
     pub ranks: usize,
-    /// The number of compute threads per rank.
-    pub threads: usize,
+    /// The number of compute threads per rank; none if each process has its own, as with parameter
+    /// servers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub threads: Option<usize>,
     /// The host of every rank.
     pub hosts: Vec<String>,
     /// The number of parameters of the network.

@@ -49,13 +49,9 @@ impl Stragglers {
         Self { factor, stage_ranks, virtual_ranks, window, steps: 0, seconds: Vec::new() }
     }
 
-    /// Returns the seconds of ranks as if each had as many virtual ranks as the one with the most.
-    fn of_equal_work(&self, seconds: &[f64]) -> Vec<f64> {
-        let most = self.virtual_ranks.iter().copied().max().unwrap_or(1) as f64;
-        let scale = |rank: usize| {
-            most / self.virtual_ranks.get(rank).map_or(most, |own| (*own).max(1) as f64)
-        };
-        seconds.iter().enumerate().map(|(rank, seconds)| seconds * scale(rank)).collect()
+    /// Returns the number of virtual ranks of every rank.
+    pub fn virtual_ranks(&self) -> &[usize] {
+        &self.virtual_ranks
     }
 
     /// Adds a step: the seconds that each rank computed, without waits for messages and data. When
@@ -69,20 +65,33 @@ impl Stragglers {
         }
         self.steps = 0;
         let seconds = std::mem::take(&mut self.seconds);
-        let mut stragglers = Vec::new();
-        let computes = |rank: &usize| self.virtual_ranks.get(*rank) != Some(&0);
-        let equal = self.of_equal_work(&seconds);
-        let ranks: Vec<usize> = (0..equal.len()).collect();
-        for of_stage in ranks.chunks(self.stage_ranks.max(1)) {
-            // Ranks without virtual ranks are not compared.
-            let of_stage: Vec<usize> = of_stage.iter().copied().filter(computes).collect();
-            let stage_seconds: Vec<f64> = of_stage.iter().map(|rank| equal[*rank]).collect();
-            let found = slow(&stage_seconds, self.factor, self.window);
-            stragglers
-                .extend(found.into_iter().map(|(i, times)| Straggler { rank: of_stage[i], times }));
-        }
+        let ranks = (self.stage_ranks, &self.virtual_ranks[..]);
+        let stragglers = slow_ranks(&seconds, ranks, self.factor, self.window);
         Some(Window { steps: self.window, seconds, stragglers })
     }
+}
+
+/// Returns the stragglers of `seconds`, in which each rank computed `steps` steps: those that
+/// [`slow`] finds among the `stage_ranks` ranks of their stage. The seconds are compared as if each
+/// rank had as many virtual ranks as the one with the most; missing counts are those of that rank,
+/// and ranks with none are not compared.
+pub fn slow_ranks(
+    seconds: &[f64],
+    (stage_ranks, virtual_ranks): (usize, &[usize]),
+    factor: f64,
+    steps: u64,
+) -> Vec<Straggler> {
+    let most = virtual_ranks.iter().copied().max().unwrap_or(1);
+    let count = |rank: usize| virtual_ranks.get(rank).copied().unwrap_or(most);
+    let ranks: Vec<usize> = (0..seconds.len()).collect();
+    let of_stage = |stage: &[usize]| {
+        let stage: Vec<usize> = stage.iter().copied().filter(|rank| count(*rank) > 0).collect();
+        let equal = |rank: &usize| seconds[*rank] * (most as f64 / count(*rank) as f64);
+        let found = slow(&stage.iter().map(equal).collect::<Vec<_>>(), factor, steps);
+        let named = found.into_iter().map(|(i, times)| Straggler { rank: stage[i], times });
+        named.collect::<Vec<_>>()
+    };
+    ranks.chunks(stage_ranks.max(1)).flat_map(of_stage).collect()
 }
 
 /// Returns the indices of the `seconds` that are at least `factor` times the median, and exceed it

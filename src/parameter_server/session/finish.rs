@@ -116,7 +116,7 @@ impl Session<'_, '_> {
             device_path_reason: None,
             reduce: None,
             ranks: self.terms.workers,
-            threads: self.plan.threads,
+            threads: self.plan.config.run.threads,
             hosts: self.worker_metrics.hosts(),
             parameters: self.layouts.iter().map(parameters).sum(),
             steps: self.progress.step,

@@ -37,6 +37,23 @@ use hpctrain_engine::{Model, micro_batches};
 use hpctrain_nn::MicroBatch;
 use hpctrain_nn::loss::{Classifier, Objective};
 
+/// Returns the ranks that compute the first chunks of an evaluation, in proportion to their `shares`:
+/// each chunk goes to the rank that has fewest for its share with it, of several to the first. The
+/// next chunks are dealt in the same order again.
+fn deal(shares: &[usize]) -> Vec<usize> {
+    let mut counts = vec![0; shares.len()];
+    let mut next = || {
+        let with_share = (0..shares.len()).filter(|rank| shares[*rank] > 0);
+        let rank = with_share.min_by(|one, other| {
+            ((counts[*one] + 1) * shares[*other]).cmp(&((counts[*other] + 1) * shares[*one]))
+        });
+        let rank = rank.unwrap_or(0);
+        counts[rank] += 1;
+        rank
+    };
+    (0..shares.iter().sum()).map(|_| next()).collect()
+}
+
 /// Results of an evaluation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Metrics {
@@ -105,6 +122,8 @@ pub struct Evaluator {
     classes: Vec<String>,
     samples: u64,
     chunk: u64,
+    /// The shares of the data-parallel ranks in the chunks, if they are unequal.
+    shares: Option<Vec<usize>>,
 }
 
 impl Evaluator {
@@ -129,7 +148,16 @@ impl Evaluator {
             sets.clear();
         }
         let classes = dataset.preprocessing().classes;
-        Self { dataset: None, context: dataset.context(), digest, sets, classes, samples, chunk }
+        Self {
+            dataset: None,
+            context: dataset.context(),
+            digest,
+            sets,
+            classes,
+            samples,
+            chunk,
+            shares: None,
+        }
     }
 
     /// Sets names for the data sets of a mixture, which are numbered by default.
@@ -144,6 +172,12 @@ impl Evaluator {
     /// Returns the samples, unless this evaluator only counts chunks.
     pub fn into_source(self) -> Option<Box<dyn Source>> {
         self.dataset
+    }
+
+    /// Makes the data-parallel ranks compute chunks in proportion to these shares, one of which is
+    /// not 0.
+    pub fn deal_by(&mut self, shares: Vec<usize>) {
+        self.shares = Some(shares).filter(|shares| shares.iter().any(|share| *share != shares[0]));
     }
 
     /// Returns the number of chunks of the set.
@@ -273,8 +307,8 @@ impl Evaluator {
 
     /// Returns the mean loss per prediction over the set, and metrics, or `None` if any rank was
     /// `interrupted` before the end. Collective over `world`, the ranks of all stages: chunks are
-    /// distributed round-robin over the data-parallel ranks, each is computed by one of them, and
-    /// all sums are added in chunk order.
+    /// dealt to the data-parallel ranks, equally or by [shares](Evaluator::deal_by), each is computed by one of
+    /// them, and all sums are added in chunk order.
     ///
     /// # Errors
     /// Returns an error if the data, the device, or a message between ranks fails.
@@ -290,11 +324,19 @@ impl Evaluator {
         let chunks = self.chunks();
         let data = model.sharded.data().clone();
         let stages = model.sharded.stage().count as u64;
-        let ranks = data.size() as u64;
+        let cycle = match &self.shares {
+            Some(shares) => deal(shares),
+            None => (0..data.size()).collect(),
+        };
+        let rank_of = |chunk: u64| cycle[chunk as usize % cycle.len()];
+        let mut counts = vec![0_u64; data.size()];
+        (0..chunks).for_each(|chunk| counts[rank_of(chunk)] += 1);
+        let rounds = counts.iter().copied().max().unwrap_or(0);
+        let mut mine = (0..chunks).filter(|chunk| rank_of(*chunk) == data.rank());
         let width = self.width(&model.objective);
         let mut sums = Vec::new();
         let mut tally = self.tally(&model.objective);
-        for round in 0..chunks.div_ceil(ranks) {
+        for round in 0..rounds {
             // The ranks synchronise only every `stages` rounds, so that every pipeline stage has a
             // chunk to work on meanwhile.
             if round.is_multiple_of(stages) {
@@ -304,11 +346,12 @@ impl Evaluator {
                     return Ok(None);
                 }
             }
-            // Every rank computes in every round, because all-gathers of parameters are collective;
-            // results beyond the last chunk are dropped.
-            let chunk = round * ranks + data.rank() as u64;
-            let result = self.measure_chunk(model, chunk.min(chunks - 1))?;
-            if let Some(result) = result.filter(|_| chunk < chunks) {
+            let Some(chunk) = mine.next() else {
+                // The others may all-gather parameters, which is collective.
+                model.skip_output()?;
+                continue;
+            };
+            if let Some(result) = self.measure_chunk(model, chunk)? {
                 sums.extend_from_slice(&result[..width]);
                 tally.iter_mut().for_each(|tally| tally.add(&result[width..]));
             }
@@ -320,15 +363,18 @@ impl Evaluator {
         // same.
         let tensor_ranks = model.sharded.slices().ranks();
         let first = everyone.len() - data.size() * tensor_ranks;
-        let mut all = vec![vec![]; chunks as usize];
-        for (rank, message) in everyone[first..].iter().step_by(tensor_ranks).enumerate() {
-            for (round, of_chunk) in message.as_chunks::<8>().0.chunks_exact(width).enumerate() {
-                let chunk = round * data.size() + rank;
-                *all.get_mut(chunk)
-                    .ok_or_else(|| Error::comm("a rank evaluated chunks that do not exist"))? =
-                    of_chunk.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect();
+        let mut of_ranks = Vec::with_capacity(data.size());
+        for (message, count) in everyone[first..].iter().step_by(tensor_ranks).zip(&counts) {
+            let of_chunks = message.as_chunks::<8>().0.chunks_exact(width);
+            if of_chunks.len() as u64 != *count {
+                return Err(Error::comm("a rank evaluated other chunks than it was dealt"));
             }
+            of_ranks.push(of_chunks);
         }
+        let next = |chunk| of_ranks[rank_of(chunk)].next().into_iter().flatten();
+        let number = |bytes: &[u8; 8]| f64::from_le_bytes(*bytes);
+        let all: Vec<Vec<f64>> =
+            (0..chunks).map(next).map(|sums| sums.map(number).collect()).collect();
         if let Some(mine) = tally {
             let everyone = world.gather_bytes(mine.encode()).wait()?;
             tally = self.tally(&model.objective);
@@ -359,4 +405,18 @@ impl Evaluator {
 /// Returns the classifier of an objective, if it has few enough classes for results per class.
 fn classifier<B: Kernels>(objective: &Objective<B>) -> Option<Classifier> {
     objective.classifier().filter(|classifier| classifier.classes() <= MAX_CLASSES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_dealt_in_proportion() {
+        assert_eq!(deal(&[1, 1, 1]), [0, 1, 2]);
+        assert_eq!(deal(&[6, 2]), [0, 0, 0, 1, 0, 0, 0, 1]);
+        assert_eq!(deal(&[0, 1, 2]), [2, 1, 2]);
+        assert_eq!(deal(&[0, 3]), [1, 1, 1]);
+        assert_eq!(deal(&[1]), [0]);
+    }
 }

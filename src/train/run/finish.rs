@@ -278,7 +278,7 @@ impl<B: Kernels> Run<'_, B> {
             device_path_reason: self.comm.transport_reason().map(str::to_owned),
             reduce: (self.plan.mesh.shard > 1).then_some(self.plan.config.parallel.reduce),
             ranks: self.world.size(),
-            threads: self.plan.threads,
+            threads: Some(self.plan.threads),
             hosts: self.topology.hosts(),
             parameters: self.engine.model.sharded.parameters(),
             steps: self.progress.step,

@@ -498,10 +498,13 @@ impl<'h, B: Kernels> Run<'h, B> {
     fn warn_of_stragglers(&mut self, step: u64, compute: &[f64]) -> Result<()> {
         let Some(records) = &mut self.records else { return Ok(()) };
         let (stragglers, written) = records.record_compute_times(step, compute);
+        let counts = self.plan.virtual_ranks_of_all();
+        let per_virtual_rank = counts.iter().any(|count| *count != counts[0]);
         for Straggler { rank, times } in stragglers {
             log::warn!(
-                "rank {rank} (host {}) computes {times:.1} times as long as the median rank{} over the last {} steps",
+                "rank {rank} (host {}) computes {times:.1} times as long{} as the median rank{} over the last {} steps",
                 self.topology.host(rank),
+                if per_virtual_rank { " per virtual rank" } else { "" },
                 if self.plan.mesh.pipeline > 1 { " of its stage" } else { "" },
                 self.plan.config.log.straggler_window
             );
@@ -702,6 +705,9 @@ impl<'h, B: Kernels> Run<'h, B> {
         let _span = span(ActivityKind::Evaluation, None);
         fault::point("evaluation");
         self.engine.model.sharded.swap_ema()?;
+        let share =
+            |data_rank| self.plan.virtual_ranks_of_rank(data_rank).iter().map(Vec::len).sum();
+        evaluator.deal_by((0..self.plan.mesh.data()).map(share).collect());
         let measured = evaluator
             .measure(&mut self.engine.model, &self.world, || self.stop_requests.must_end())?;
         self.engine.model.sharded.swap_ema()?;
