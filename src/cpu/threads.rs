@@ -28,7 +28,8 @@ use rayon::slice::ParallelSliceMut;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn;
 
-/// Iterations that a worker spins for the next job before it sleeps: some tens of microseconds.
+/// Iterations that a worker spins for the next job before it sleeps: 0.2 ms on a Xeon with AMX; other
+/// CPUs pause for longer or shorter.
 const SPINS: u32 = 20_000;
 
 /// The bits of the claim word that hold the next task and the number of tasks each; the rest is the
