@@ -626,7 +626,7 @@ fn impossible_central_storage() {
         (
             Simulate(2),
             "parallel.storage=central local_sgd.sync_every=8",
-            &["local_sgd.sync_every is not supported with parallel.storage", "leave one of them"],
+            &["local_sgd.sync_every is not supported with parallel.storage", "omit one of them"],
         ),
         (Simulate(2), "parallel.storage=middle", &["unknown value `middle`", "ranks, central"]),
     ];
