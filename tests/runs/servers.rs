@@ -45,7 +45,7 @@ fn served(
 fn the_bits_are_those_of_data_parallelism() {
     let root = tempfile::tempdir().unwrap();
     let reference = Run::new(Simulate(2), root.path(), "ranks", &SYNC).succeeds();
-    let runs: [(&str, Transport, usize, &[&str]); 8] = [
+    let runs: [(&str, Transport, usize, &[&str]); 9] = [
         ("one worker, one server", Simulate(2), 1, &[]),
         ("two workers, three servers", Simulate(5), 3, &[]),
         ("four workers, two servers", Simulate(6), 2, &["parameter_server.partition='fixed:3'"]),
@@ -57,6 +57,7 @@ fn the_bits_are_those_of_data_parallelism() {
         ),
         ("recomputed", Simulate(4), 2, &["parallel.recompute=true"]),
         ("one thread writes", Simulate(3), 1, &["checkpoint.async_save=false"]),
+        ("three threads in every process", Spawn(3), 1, &["run.threads=3"]),
         ("processes", Spawn(4), 2, &[]),
         ("processes of MPI", Mpirun(3), 1, &[]),
     ];
