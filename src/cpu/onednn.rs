@@ -11,9 +11,9 @@
 //! threads. If it is missing, the built-in kernels multiply, and the test of matmuls reports that
 //! it was skipped.
 //!
-//! Tested with AVX512-BF16 and oneDNN 2.6.3: the tests of matmuls, 40 steps of the default
+//! Tested with oneDNN 2.6.3 on AVX512-BF16 and on AMX: the tests of matmuls, 40 steps of the default
 //! configuration (loss 3.0999; in f32 3.0998), and `hpctrain verify` with equal bits on 1, 2 and 4
-//! ranks. Not tested with AMX, nor in bf16 with version 3.
+//! ranks. Not tested in bf16 with version 3.
 //!
 //! `unsafe` code calls its C functions, which are found by name. Objects belong to one thread, and
 //! the library gets the addresses of views that stay borrowed until it returns.
