@@ -687,8 +687,9 @@ sections! {
         level: Level = Level::Info,
         /// Steps between progress lines when the output is not a terminal.
         every: u64 = 50,
-        /// A rank whose compute time is this many times that of the median rank, and 5 ms a step
-        /// longer, is named as a straggler in the log of rank 0; 0 names none.
+        /// A rank whose compute time per virtual rank is this many times that of the median rank of
+        /// its pipeline stage, and 5 ms a step longer, is named as a straggler in the log of rank 0;
+        /// 0 names none.
         straggler_factor: f64 = 1.5,
         /// Number of steps over which ranks are compared.
         straggler_window: u64 = 20,
