@@ -168,6 +168,11 @@ impl Records {
         self.metrics.write(record).and_then(|()| self.flush())
     }
 
+    /// Returns the number of virtual ranks of every rank.
+    pub fn virtual_ranks(&self) -> &[usize] {
+        self.stragglers.virtual_ranks()
+    }
+
     /// Adds the seconds that each rank computed in step `step`. When a window of steps is complete,
     /// returns its stragglers and the result of writing its record; a record that could not be
     /// written waits for [`Records::flush`].
@@ -179,7 +184,7 @@ impl Records {
         let Some(window) = self.stragglers.step(seconds) else { return (Vec::new(), Ok(())) };
         let ms = |seconds: &f64| 1e3 * seconds / window.steps as f64;
         let times = RankTimes::new(step, window.steps, window.seconds.iter().map(ms).collect())
-            .with_virtual_ranks(self.stragglers.virtual_ranks());
+            .with_virtual_ranks(self.virtual_ranks());
         let written = self.rank_times.as_mut().map_or(Ok(()), |file| file.write(&times));
         (window.stragglers, written)
     }

@@ -307,8 +307,8 @@ impl Evaluator {
 
     /// Returns the mean loss per prediction over the set, and metrics, or `None` if any rank was
     /// `interrupted` before the end. Collective over `world`, the ranks of all stages: chunks are
-    /// dealt to the data-parallel ranks, equally or by [shares](Evaluator::deal_by), each is computed by one of
-    /// them, and all sums are added in chunk order.
+    /// dealt to the data-parallel ranks, equally or by [shares](Evaluator::deal_by), each is computed
+    /// by one of them, and all sums are added in chunk order.
     ///
     /// # Errors
     /// Returns an error if the data, the device, or a message between ranks fails.

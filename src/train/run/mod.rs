@@ -498,8 +498,9 @@ impl<'h, B: Kernels> Run<'h, B> {
     fn warn_of_stragglers(&mut self, step: u64, compute: &[f64]) -> Result<()> {
         let Some(records) = &mut self.records else { return Ok(()) };
         let (stragglers, written) = records.record_compute_times(step, compute);
-        let counts = self.plan.virtual_ranks_of_all();
-        let per_virtual_rank = counts.iter().any(|count| *count != counts[0]);
+        let counts = records.virtual_ranks();
+        let per_virtual_rank =
+            !stragglers.is_empty() && counts.iter().any(|count| *count != counts[0]);
         for Straggler { rank, times } in stragglers {
             log::warn!(
                 "rank {rank} (host {}) computes {times:.1} times as long{} as the median rank{} over the last {} steps",
@@ -705,9 +706,9 @@ impl<'h, B: Kernels> Run<'h, B> {
         let _span = span(ActivityKind::Evaluation, None);
         fault::point("evaluation");
         self.engine.model.sharded.swap_ema()?;
-        let share =
-            |data_rank| self.plan.virtual_ranks_of_rank(data_rank).iter().map(Vec::len).sum();
-        evaluator.deal_by((0..self.plan.mesh.data()).map(share).collect());
+        if let Some(counts) = &self.plan.virtual_rank_counts {
+            evaluator.deal_by(counts.to_vec());
+        }
         let measured = evaluator
             .measure(&mut self.engine.model, &self.world, || self.stop_requests.must_end())?;
         self.engine.model.sharded.swap_ema()?;
